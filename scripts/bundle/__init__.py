@@ -1,0 +1,1 @@
+"""Controller library of the deployment bundle."""

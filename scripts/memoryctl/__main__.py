@@ -1,0 +1,62 @@
+"""Command line of memoryctl: `python3 -m memoryctl readback|status|activate RELEASE`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import commands
+from .errors import Exit, Refused
+from .layout import DEFAULT_ETC, DEFAULT_STATE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="memoryctl", description="Operate the memory service of this host.")
+    top.add_argument("--state-dir", default=str(DEFAULT_STATE), help="state directory (default: %(default)s)")
+    top.add_argument("--etc-dir", default=str(DEFAULT_ETC), help="configuration directory (default: %(default)s)")
+    top.add_argument("--json", action="store_true", help="print one JSON document")
+    verbs = top.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("readback", help="ask every gate of the current release")
+    verbs.add_parser("status", help="what runs, since when, of which release")
+    activate = verbs.add_parser("activate", help="activate a staged release, or prove that it is live")
+    activate.add_argument("release", help="id of the release (a directory below STATE/releases)")
+    return top
+
+
+def text(verb: str, result: commands.Data) -> str:
+    """Result for a person."""
+    if verb == "status":
+        lines = [f"release {result['release'] or 'none'}, committed {result['committed_at'] or 'never'}"]
+        lines += [
+            f"  {name:<11} {item['status']} {item['health']} since {item['since'][:19]}Z" for name, item in result["services"].items()
+        ]
+        return "\n".join(lines)
+    lines = [f"{item['verdict']:<14} {item['id']:<22} {item['latency_ms']:>6} ms  {item['proves']}" for item in result["gates"]]
+    lines += [
+        f"  {item['id']}: expected {item['expected']}, observed {item['observed']}"
+        for item in result["gates"]
+        if item["verdict"] != "pass"
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = parser().parse_args(arguments)
+    directories = {"state_dir": options.state_dir, "etc_dir": options.etc_dir}
+    given = {"release": options.release} if options.verb == "activate" else {}
+    try:
+        result = commands.call(options.verb, directories, given, check=False)
+    except Refused as error:
+        print(error.text(), file=sys.stderr)
+        return int(error.code)
+    print(commands.to_json(result) if options.json else text(options.verb, result))
+    if options.verb == "readback" and not result["passed"]:
+        asked = any(item["verdict"] == "fail" for item in result["gates"])
+        return int(Exit.FAILED if asked else Exit.COULD_NOT_ASK)
+    return int(Exit.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

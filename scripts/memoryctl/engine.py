@@ -1,0 +1,127 @@
+"""Questions to, and commands for, the Docker Engine and Compose of this host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import process
+from .errors import Refused
+
+INSPECT_TIMEOUT = 30.0
+PROJECT_LABEL = "com.docker.compose.project"
+SERVICE_LABEL = "com.docker.compose.service"
+CONFIG_HASH_LABEL = "com.docker.compose.config-hash"
+ONE_OFF_LABEL = "com.docker.compose.oneoff"
+
+
+@dataclass(frozen=True)
+class Container:
+    """What the engine says of one service container."""
+
+    id: str
+    service: str
+    image_reference: str
+    config_hash: str
+    status: str
+    health: str
+    started_at: str
+    restarts: int
+
+
+def inspect_images(references: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+    """Engine description of each image reference; None where the image is not on this host."""
+    found: dict[str, dict[str, Any] | None] = {}
+    for reference in references:
+        answer = process.run(["docker", "image", "inspect", reference], check=False, timeout=INSPECT_TIMEOUT)
+        if answer.code != 0 and "no such image" not in answer.err.lower():
+            raise Refused(
+                "engine",
+                f"the engine did not answer: {answer.err.strip()[:300]}",
+                "images and containers cannot be compared with the lock",
+                "start the Docker Engine (systemctl start docker) and run again",
+            )
+        found[reference] = json.loads(answer.out)[0] if answer.code == 0 else None
+    return found
+
+
+def containers(project: str) -> dict[str, Container]:
+    """Service containers of a Compose project by service name (one-off containers are left out)."""
+    listed = process.run(
+        ["docker", "ps", "-aq", "--no-trunc", "--filter", f"label={PROJECT_LABEL}={project}"], timeout=INSPECT_TIMEOUT
+    ).out.split()
+    if not listed:
+        return {}
+    found = {}
+    for raw in json.loads(process.run(["docker", "inspect", *listed], timeout=INSPECT_TIMEOUT).out):
+        labels = raw["Config"]["Labels"]
+        if labels.get(ONE_OFF_LABEL, "False") == "True":
+            continue
+        state = raw["State"]
+        found[labels[SERVICE_LABEL]] = Container(
+            id=raw["Id"],
+            service=labels[SERVICE_LABEL],
+            image_reference=raw["Config"]["Image"],
+            config_hash=labels.get(CONFIG_HASH_LABEL, ""),
+            status=state["Status"],
+            health=state.get("Health", {}).get("Status", "none"),
+            started_at=state["StartedAt"],
+            restarts=raw["RestartCount"],
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Compose:
+    """Compose commands on one rendered file of one project."""
+
+    project: str
+    file: Path
+    variables: Mapping[str, str]
+
+    def _run(self, *arguments: str, timeout: float, gate: str, check: bool = True) -> process.Output:
+        return process.run(
+            ["docker", "compose", "--ansi", "never", "--progress", "quiet", "-p", self.project, "-f", str(self.file), *arguments],
+            extra_env=self.variables,
+            timeout=timeout,
+            gate=gate,
+            check=check,
+        )
+
+    def config_hashes(self) -> dict[str, str]:
+        """The hash by which Compose decides whether a service's container has to be replaced."""
+        lines = self._run("--profile", "*", "config", "--hash", "*", timeout=60, gate="compose").out.splitlines()
+        return {service: digest for service, digest in (line.split() for line in lines)}
+
+    def up(self, services: Sequence[str], timeout: int, gate: str) -> None:
+        """Start or replace `services` alone and wait, at most `timeout` seconds, until they are healthy."""
+        self._run(
+            *("up", "-d", "--no-build", "--pull", "never", "--no-deps"),
+            *("--wait", "--wait-timeout", str(timeout), *services),
+            timeout=timeout + 60,
+            gate=gate,
+        )
+
+    def run_once(self, service: str, timeout: int, gate: str) -> str:
+        """Run `service` to its end in a container of its own and return what it wrote to standard output."""
+        return self._run(
+            "--profile", "*", "run", "--rm", "--no-deps", "--pull", "never", "-T", service, timeout=timeout, gate=gate
+        ).out
+
+    def exec(self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str) -> str:
+        """Run `argv` in the running container of `service`."""
+        done = process.run(
+            ["docker", "compose", "-p", self.project, "-f", str(self.file), "exec", "-T", service, *argv],
+            stdin=stdin,
+            extra_env=self.variables,
+            timeout=timeout,
+            gate=gate,
+        )
+        return done.out
+
+    def down(self, volumes: bool) -> None:
+        """Remove containers and networks; with `volumes` also the named volumes."""
+        self._run("--profile", "*", "down", "--timeout", "60", *(["--volumes"] if volumes else []), timeout=300, gate="teardown")

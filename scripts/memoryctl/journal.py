@@ -1,0 +1,103 @@
+"""An append-only journal: each entry carries the hash of the one before it, and is on disk before the state is entered."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from . import files
+from .errors import Exit, Refused
+from .layout import Layout
+
+FILE = "activations.jsonl"
+GENESIS = "0" * 64
+
+
+def entries(layout: Layout) -> list[dict[str, Any]]:
+    """All entries, oldest first.
+
+    Raises:
+        Refused: the chain is broken; the message names the entry.
+    """
+    path = layout.journal / FILE
+    found: list[dict[str, Any]] = []
+    previous = GENESIS
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            intact = entry["previous"] == previous and entry["hash"] == _entry_hash(entry)
+        except (ValueError, KeyError):
+            intact = False
+        if not intact:
+            raise Refused(
+                "journal",
+                f"entry {number} of {path} does not fit the one before it",
+                "what this host did before can no longer be proved",
+                f"keep a copy of {path}, find out who changed it, and move it away to begin a new journal",
+                Exit.FAILED,
+            )
+        previous = entry["hash"]
+        found.append(entry)
+    return found
+
+
+def append(layout: Layout, state: str, **facts: Any) -> dict[str, Any]:
+    """Add an entry and return it once it is on disk."""
+    known = entries(layout)
+    entry: dict[str, Any] = {
+        "sequence": len(known) + 1,
+        "previous": known[-1]["hash"] if known else GENESIS,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "state": state,
+        **facts,
+    }
+    entry["hash"] = _entry_hash(entry)
+    path = layout.journal / FILE
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+    try:
+        os.write(descriptor, files.canonical(entry) + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    files.fsync_directory(path.parent)
+    return entry
+
+
+def last(layout: Layout, state: str) -> dict[str, Any] | None:
+    """The newest entry of a state."""
+    return next((entry for entry in reversed(entries(layout)) if entry["state"] == state), None)
+
+
+def _entry_hash(entry: dict[str, Any]) -> str:
+    return files.sha256(files.canonical({key: value for key, value in entry.items() if key != "hash"}))
+
+
+@contextlib.contextmanager
+def exclusive(layout: Layout, purpose: str) -> Iterator[None]:
+    """Hold the one lock of this host; the holder is named in the lock file and in the refusal of the second.
+
+    Raises:
+        Refused: another run holds the lock (exit code 75). A dead holder's lock is free by itself.
+    """
+    with layout.lock.open("a+") as handle:
+        os.chmod(layout.lock, 0o640)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            handle.seek(0)
+            raise Refused(
+                "lock",
+                f"another run is at work on this host: {handle.read().strip()}",
+                "two runs at once would undo each other",
+                "wait for it to end, then run again",
+                Exit.BUSY,
+            ) from error
+        handle.truncate(0)
+        handle.write(f"{purpose}, process {os.getpid()}, since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+        handle.flush()
+        yield
