@@ -709,25 +709,21 @@ def build_images(
         connect: makes the registry ready and returns a client of it; called once, beside the first builds.
         repository_host: host of the registry as it is written into the lock.
     """
-    with ThreadPoolExecutor(max_workers=_PARALLEL) as pool:
+    pool = ThreadPoolExecutor(max_workers=_PARALLEL)
+    try:
         recipes = [workshop.recipe(name) for name in names]
         bases: dict[str, Recipe] = {}
         for recipe in recipes:
             bases.setdefault(recipe.base or recipe.name, recipe)
         ready: list[Future[Any]] = [pool.submit(workshop.prepare_base, recipe) for recipe in bases.values()]
         ready += [pool.submit(workshop.prepare_wheels, recipe) for recipe in recipes if recipe.pypi]
-        _wait(ready)
+        for future in ready:
+            future.result()
         products = [pool.submit(workshop.build, name) for name in names]
-        client = connect()
-        try:
-            return tuple(_publish(workshop, future.result(), client, repository_host) for future in products)
-        finally:
-            client.close()
-
-
-def _wait(futures: Iterable[Future[Any]]) -> None:
-    for future in futures:
-        future.result()
+        with connect() as client:
+            return tuple(_publish(workshop, product.result(), client, repository_host) for product in products)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _publish(workshop: Workshop, product: Product, client: registry.Client, repository_host: str) -> Image:

@@ -250,6 +250,9 @@ class HashingWriter(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return self.size
+
     def write(self, data: Any) -> int:
         self._target.write(data)
         self._hash.update(data)

@@ -83,6 +83,7 @@ def ensure_keys(layout: Layout, given: Data, check: bool) -> Data:
 def stage(layout: Layout, given: Data, check: bool) -> Data:
     """Write a release. Input `contents` (text by relative path). Returns `release` and a diff against the current one."""
     release_id, changes = release.stage(layout, given["contents"], check)
+    changes += release.ensure_command(layout, check)
     current = release.current_id(layout)
     previous = {}
     if current and current != release_id:

@@ -17,6 +17,7 @@ MANIFEST = "release.json"
 COMPOSE = "compose.yaml"
 SCHEMA = "memory-bundle.release/v1"
 CONFIG_PREFIX = "config/"
+COMMAND = Path("/usr/local/sbin/memoryctl")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,18 @@ def load(layout: Layout, release_id: str) -> Release:
             "activate it with the memoryctl that came with it",
         )
     return Release(release_id, directory, manifest)
+
+
+def ensure_command(layout: Layout, check: bool) -> list[str]:
+    """Make the command `memoryctl` run the program of the current release. Returns what changes."""
+    program = (
+        "#!/bin/sh\n"
+        "# Runs the program of the committed release; it needs nothing but the system's Python.\n"
+        f"exec python3 -B -s -c 'import sys; sys.path.insert(0, \"{layout.current}\"); "
+        "from memoryctl.__main__ import main; sys.exit(main())' \"$@\"\n"
+    )
+    want = files.Ownership(files.ROOT_PUBLIC.uid, files.ROOT_PUBLIC.gid, 0o755)
+    return [str(COMMAND)] if files.ensure_file(COMMAND, program.encode(), want, check) else []
 
 
 def current_id(layout: Layout) -> str | None:

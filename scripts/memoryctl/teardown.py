@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from . import engine, files, process
+from . import engine, files, process, release
 from .layout import Layout
 
 
@@ -25,8 +25,11 @@ def remove(layout: Layout, project: str, delete_data: bool, check: bool) -> list
             if kind == "container":
                 process.run(["docker", "stop", "--time", "60", *found], timeout=180, gate="teardown")
             process.run([*removal, *found], timeout=120, gate="teardown")
-    if not check:
-        layout.current.unlink(missing_ok=True)
+    for path in (layout.current, release.COMMAND):
+        if path.is_symlink() or path.exists():
+            changed.append(str(path))
+            if not check:
+                path.unlink()
     if delete_data:
         changed += _delete_data(layout, label, check)
     return changed
