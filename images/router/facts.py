@@ -8,7 +8,7 @@ from pathlib import Path
 
 config = Path("/tmp/config.toml")
 store = Path("/tmp/keys/keys.sqlite3")
-config.write_text(f'[server]\napi_keys_path = "{store}"\n')
+config.write_text(f'[server]\nauth_env = "UNUSED"\napi_keys_path = "{store}"\n')
 version = subprocess.run(["anvil-serving", "--version"], check=True, capture_output=True, text=True).stdout
 subprocess.run(
     ["anvil-serving", "router", "keys", "init", "--config", str(config)], check=True, capture_output=True

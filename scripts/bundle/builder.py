@@ -58,8 +58,9 @@ _LIST_PACKAGES = (
     "$(dpkg-query --admindir=\"$1/var/lib/dpkg\" --show --showformat='${Package}=${Version} ') "
     f'>"$1/{_PACKAGE_LIST}"'
 )
-_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+_KEYRINGS = ("debian-archive-keyring.pgp", "debian-archive-keyring.gpg")
 _WHEEL_MACHINES = {"amd64": "x86_64"}
+_WHEEL_SCHEMES = {"purelib": "site-packages", "platlib": "site-packages", "scripts": "bin"}
 _GLIBC_NEWEST = 41
 _UNSIGNED = "assembled from packages on the controller and pushed to the sandbox registry; nobody signs it"
 
@@ -285,7 +286,8 @@ class Workshop:
             _bad_recipe(recipe.directory, "has no config, so it is a base and no image")
         cached = self._load_product(recipe)
         if cached is not None:
-            self.say(f"{name}: unchanged, from the cache ({megabytes(cached.image.size)})")
+            built = time.strftime("%Y-%m-%d", time.gmtime(self._product_record(recipe).stat().st_mtime))
+            self.say(f"{name}: unchanged since {built}, from the cache ({megabytes(cached.image.size)})")
             return cached
         started = time.monotonic()
         base = self._rootfs(self.recipe(recipe.base) if recipe.base else recipe)
@@ -295,7 +297,7 @@ class Workshop:
             wheels = self._wheels(recipe) if recipe.pypi else {}
             if recipe.pypi:
                 self._add_wheels(recipe, recipe.pypi, tree, base, work, wheels)
-            _add_account(recipe.account, tree, self.store, entries)
+            _add_account(recipe.account, tree, entries)
             for placed in recipe.directories:
                 tree.directory(placed.path, placed.mode, placed.uid, placed.gid)
             for placed in recipe.files:
@@ -325,7 +327,7 @@ class Workshop:
         `reference` is an address from which the container engine can pull it by digest.
         """
         record = self._record_path("facts", product.image.index.digest)
-        if record.is_file() and not self._refresh:
+        if record.is_file():
             return _checked_facts(product.recipe, record.read_text())
         probe = product.recipe.probe
         if probe is None:
@@ -405,7 +407,9 @@ class Workshop:
         value = json.loads(record.read_text())
         layers = tuple(_layer_from(item) for item in value["layers"])
         index, manifest, config = (oci.Descriptor(*value[key]) for key in ("index", "manifest", "config"))
-        if not all(self.store.has(blob) for blob in (index, manifest, config, *(layer.blob for layer in layers))):
+        if not all(
+            self.store.has(blob) for blob in (index, manifest, config, *(layer.blob for layer in layers))
+        ):
             return None
         image = oci.BuiltImage(self.platform, index, manifest, config, layers)
         return Product(
@@ -490,15 +494,9 @@ class Workshop:
         return rootfs
 
     def _mmdebstrap(self, debian: DebianPart, output: Path, work: Path) -> None:
-        if not _KEYRING.is_file():
-            raise BundleError(
-                f"the Debian archive keyring {_KEYRING} is missing",
-                "without it the signature of Debian's package lists cannot be checked",
-                "install the package debian-archive-keyring",
-            )
         argv = ["env", f"TMPDIR={work}", f"SOURCE_DATE_EPOCH={self._epoch}", "mmdebstrap", "--quiet"]
         argv += ["--variant=essential", f"--architectures={self.platform.architecture}", "--format=tar"]
-        argv += [f"--keyring={_KEYRING}", f"--include={','.join(debian.include)}"]
+        argv += [f"--keyring={_debian_keyring()}", f"--include={','.join(debian.include)}"]
         options = ['Acquire::Languages "none"', 'APT::Install-Recommends "false"', *controller.apt_options()]
         argv += [f"--aptopt={option}" for option in options]
         argv += [f"--dpkgopt=path-exclude={pattern}" for pattern in (*_NEVER_UNPACK, *debian.exclude)]
@@ -514,7 +512,9 @@ class Workshop:
         raw = oci.write_layer(self.store, tree, comment, self._epoch)
         config = oci.ImageConfig(user="0:0")
         reference = f"{self.prefix}-build:raw-{recipe.name}"
-        self._load_engine_image(oci.assemble(self.store, (raw,), config, self.platform, self._epoch), reference)
+        self._load_engine_image(
+            oci.assemble(self.store, (raw,), config, self.platform, self._epoch), reference
+        )
         self._note_engine_image(reference)
         version = _python_version(tree.entries)
         roots = [f"/usr/lib/{version}", "/usr/lib/python3/dist-packages"]
@@ -541,7 +541,9 @@ class Workshop:
             self._pip_download(requirements, folder)
             found = _match_wheels(pins, folder)
             size = sum(path.stat().st_size for _, path in found.values())
-            self.say(f"{recipe.name}: {len(found)} wheels, {megabytes(size)}, {time.monotonic() - started:.1f} s")
+            self.say(
+                f"{recipe.name}: {len(found)} wheels, {megabytes(size)}, {time.monotonic() - started:.1f} s"
+            )
         missing = sorted(set(pins) - set(found))
         if missing:
             raise BundleError(
@@ -721,7 +723,9 @@ def build_images(
             future.result()
         products = [pool.submit(workshop.build, name) for name in names]
         with connect() as client:
-            return tuple(_publish(workshop, product.result(), client, repository_host) for product in products)
+            return tuple(
+                _publish(workshop, product.result(), client, repository_host) for product in products
+            )
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -837,9 +841,7 @@ def _recipe_hash(root: Path, directory: Path, base: str, pypi: PypiPart | None) 
     return total.hexdigest()
 
 
-def _versioned(
-    recipe: Recipe, template: str, debian: Iterable[Package], pypi: Iterable[Package]
-) -> str:
+def _versioned(recipe: Recipe, template: str, debian: Iterable[Package], pypi: Iterable[Package]) -> str:
     known = {f"debian:{package.name}": upstream_version(package.version) for package in debian}
     known.update({f"pypi:{package.name}": package.version for package in pypi})
 
@@ -885,6 +887,18 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 # Debian packages
+
+
+def _debian_keyring() -> Path:
+    for name in _KEYRINGS:
+        path = Path("/usr/share/keyrings", name)
+        if path.is_file():
+            return path
+    raise BundleError(
+        "the keyring of the Debian archive is not on this machine",
+        "the packages of the images are verified with it",
+        "install the package debian-archive-keyring",
+    )
 
 
 def _layer_filter(keep: Sequence[str]) -> Callable[[str], bool]:
@@ -980,8 +994,7 @@ def install_wheel(wheel: Path, target: Path, interpreter: str) -> None:
             executable = bool(item.external_attr >> 16 & 0o111)
             if top.endswith(".data"):
                 scheme, _, inner = rest.partition("/")
-                place = {"purelib": "site-packages", "platlib": "site-packages", "scripts": "bin"}.get(scheme, "data")
-                name = f"{place}/{inner}"
+                name = f"{_WHEEL_SCHEMES.get(scheme, 'data')}/{inner}"
                 executable = executable or scheme == "scripts"
                 if scheme == "scripts" and data.startswith(b"#!python"):
                     data = b"#!" + interpreter.encode() + data[data.index(b"\n") :]
@@ -1040,9 +1053,7 @@ def _member_of_wheels(recipe: Recipe, wheels: Mapping[str, tuple[Package, Path]]
     _bad_recipe(recipe.directory, f"extracts {pattern}, which no package brings")
 
 
-def _add_account(
-    account: Account | None, tree: oci.Tree, store: oci.BlobStore, base: Mapping[str, oci.Entry]
-) -> None:
+def _add_account(account: Account | None, tree: oci.Tree, base: Mapping[str, oci.Entry]) -> None:
     if account is None:
         return
     passwd = _base_text(base, "etc/passwd") or "root:x:0:0:root:/root:/bin/sh\n"
@@ -1076,7 +1087,12 @@ def _run_bytes(argv: Sequence[str], stdin: bytes, timeout: float) -> bytes:
 def _run_to_file(argv: Sequence[str], output: Any, timeout: float) -> None:
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE, timeout=timeout, check=False
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=timeout,
+            check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         raise _program_fault(argv, str(error)) from error

@@ -209,7 +209,7 @@ def apt_options() -> list[str]:
 
 
 def parse_apt_options(dump: str, environ: Mapping[str, str]) -> list[str]:
-    """Select proxies and date checks from apt's configuration; the environment's proxies where it has none."""
+    """Select proxies and date checks from apt's configuration; proxies also from the environment."""
     options = {}
     for line in dump.splitlines():
         name, _, value = line.partition(" ")
@@ -243,6 +243,7 @@ class Venv:
             for name, value in os.environ.items()
             if name not in ("PYTHONHOME", "PYTHONPATH", "MOLECULE_EPHEMERAL_DIRECTORY")
         }
+        environment["LC_ALL"] = "C.UTF-8"
         environment["VIRTUAL_ENV"] = str(self.path)
         environment["PATH"] = f"{self.path / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         return environment

@@ -27,28 +27,40 @@ def ensure_engine(state: Path) -> str:
         BundleError: this user may not use the engine, or it cannot be installed or started.
     """
     with exclusive(state, "engine"):
-        version = _answering()
-        if version is not None:
-            return version
+        found = version()
+        if found is not None:
+            return found
         _refuse_chosen_endpoint()
         log = state / "logs" / "engine.log"
-        if shutil.which("dockerd", path=_DAEMON_PATH) is None:
+        if not installed():
             ensure_packages(["docker.io", "iptables"], log)
         if shutil.which("docker") is None:
             ensure_packages(["docker-cli"], log)
         if Path("/run/systemd/system").is_dir():
             run_to_log(as_root(["systemctl", "start", "docker.service"]), log, timeout=120)
-            _wait_until_answering(None, log)
-        else:
-            pid_file = _pid_file(state)
-            if engine_pid(pid_file) is None:
-                pid_file.unlink(missing_ok=True)
-                _start(pid_file, log)
-            _wait_until_answering(pid_file, log)
-        version = _answering()
-        if version is None:
-            raise _not_answering(log)
-        return version
+            return _wait_until_answering(None, log)
+        pid_file = _pid_file(state)
+        if engine_pid(pid_file) is None:
+            pid_file.unlink(missing_ok=True)
+            _start(pid_file, log)
+        return _wait_until_answering(pid_file, log)
+
+
+def installed() -> bool:
+    """Tell whether the engine's program is on this machine, running or not."""
+    return shutil.which("dockerd", path=_DAEMON_PATH) is not None
+
+
+def version() -> str | None:
+    """Return the version of the engine that answers, or None.
+
+    Raises:
+        BundleError: this user may not use it.
+    """
+    if shutil.which("docker") is None:
+        return None
+    answer = run(["docker", "version", "--format", "{{.Server.Version}}"], timeout=60, check=False)
+    return classify(answer.returncode, answer.stdout, answer.stderr)
 
 
 def stop_engine_if_ours(state: Path) -> bool:
@@ -57,14 +69,14 @@ def stop_engine_if_ours(state: Path) -> bool:
     An engine that systemd or anybody else started is left alone.
     """
     with exclusive(state, "engine"):
-        pid = engine_pid(_pid_file(state))
-        if pid is None or _answering() is None:
+        pid = started_by_us(state)
+        if pid is None or version() is None:
             return False
         if run(["docker", "ps", "--quiet"], timeout=60).stdout.strip():
             return False
         run(as_root(["kill", "-TERM", str(pid)]), timeout=30)
         deadline = time.monotonic() + _STOP_SECONDS
-        while engine_pid(_pid_file(state)) == pid:
+        while started_by_us(state) == pid:
             if time.monotonic() > deadline:
                 raise BundleError(
                     f"the Docker Engine (process {pid}) did not stop within {_STOP_SECONDS:.0f} seconds",
@@ -73,6 +85,11 @@ def stop_engine_if_ours(state: Path) -> bool:
                 )
             time.sleep(0.1)
         return True
+
+
+def started_by_us(state: Path) -> int | None:
+    """Return the process number of the engine that this bundle started, None when there is none."""
+    return engine_pid(_pid_file(state))
 
 
 def engine_pid(pid_file: Path) -> int | None:
@@ -103,13 +120,6 @@ def classify(returncode: int, stdout: str, stderr: str) -> str | None:
     return None
 
 
-def _answering() -> str | None:
-    if shutil.which("docker") is None:
-        return None
-    answer = run(["docker", "version", "--format", "{{.Server.Version}}"], timeout=60, check=False)
-    return classify(answer.returncode, answer.stdout, answer.stderr)
-
-
 def _refuse_chosen_endpoint() -> None:
     chosen = os.environ.get("DOCKER_HOST", "")
     if chosen and chosen not in (f"unix://{_SOCKET}", "unix:///run/docker.sock"):
@@ -125,15 +135,17 @@ def _pid_file(state: Path) -> Path:
 
 
 def _start(pid_file: Path, log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
     script = 'exec setsid --fork dockerd --pidfile "$1" >>"$2" 2>&1 </dev/null'
     run(as_root(["sh", "-c", script, "sh", str(pid_file), str(log)]), timeout=60)
 
 
-def _wait_until_answering(pid_file: Path | None, log: Path) -> None:
+def _wait_until_answering(pid_file: Path | None, log: Path) -> str:
     begin = time.monotonic()
     while time.monotonic() < begin + _START_SECONDS:
-        if _answering() is not None:
-            return
+        found = version()
+        if found is not None:
+            return found
         if pid_file is not None and time.monotonic() > begin + 5 and engine_pid(pid_file) is None:
             break
         time.sleep(0.2)

@@ -5,12 +5,11 @@ Everything made here carries the label `memory-bundle.prefix`, and nothing witho
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import ipaddress
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,18 +51,25 @@ _KEYRINGS = (
     "/usr/share/keyrings/debian-archive-keyring.gpg",
 )
 
-#: Packages of the controller that this module's programs come from.
-CONTROLLER_PACKAGES = ("ca-certificates", "debian-archive-keyring", "mmdebstrap", "openssh-client")
+#: Packages of the controller that programs used here and by clients of the sandbox come from.
+CONTROLLER_PACKAGES = ("ca-certificates", "curl", "debian-archive-keyring", "mmdebstrap", "openssh-client")
 
 # What a privileged container has, minus what some machines lack: there the engine cannot give "all".
 _NARROW_FLAGS = (
-    ("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE")
-    + ("--security-opt", "seccomp=unconfined", "--security-opt", "apparmor=unconfined")
-    + ("--security-opt", "systempaths=unconfined", "--device-cgroup-rule", "a *:* rwm")
+    "--cap-add=ALL",
+    "--cap-drop=SYS_RESOURCE",
+    "--security-opt=seccomp=unconfined",
+    "--security-opt=apparmor=unconfined",
+    "--security-opt=systempaths=unconfined",
+    "--device-cgroup-rule=a *:* rwm",
 )
 _HOST_FLAGS = (
-    ("--cgroupns", "private", "--stop-signal", "SIGRTMIN+3", "--pull", "never")
-    + ("--tmpfs", "/run:exec", "--tmpfs", "/run/lock", "--tmpfs", "/tmp:exec")
+    "--cgroupns=private",
+    "--stop-signal=SIGRTMIN+3",
+    "--pull=never",
+    "--tmpfs=/run:exec",
+    "--tmpfs=/run/lock",
+    "--tmpfs=/tmp:exec",
 )
 _INIT = "/usr/local/sbin/memory-host-init"
 _BOOT_SECONDS = 90.0
@@ -198,14 +204,16 @@ def ensure_host_image(state: Path) -> str:
             return tag
         archive = state / "host-image.tar"
         words = ["mmdebstrap", "--quiet", "--variant=apt", f"--include={','.join(_PACKAGES)}"]
-        words += [f"--keyring={_keyring()}", "--dpkgopt=force-unsafe-io"]
+        words += [f"--keyring={_keyring()}", "--dpkgopt=force-unsafe-io", "--skip=cleanup/apt/lists"]
         words += [f"--dpkgopt=path-exclude={pattern}" for pattern in _UNSHIPPED]
         words += [f"--aptopt={option}" for option in options]
         words += [f"--customize-hook={_SOURCES / 'customize'}"]
         words += [SUITE, str(archive), *mirror.sources(SUITE)]
         try:
             run_to_log(as_root(words), log, timeout=1800)
-            run(["docker", "import", "--change", f"CMD {json.dumps([_INIT])}", str(archive), tag], timeout=600)
+            run(
+                ["docker", "import", "--change", f"CMD {json.dumps([_INIT])}", str(archive), tag], timeout=600
+            )
         finally:
             archive.unlink(missing_ok=True)
     return tag
@@ -258,8 +266,8 @@ def create_host(name: str, address: str, network: Network, image: str, state: Pa
         run(["docker", "start", name], timeout=60)
     _wait_for_boot(name)
     _authorize(name, public_key)
-    _remember_host_key(state, name, address)
-    _wait_for_ssh(state, name, address)
+    _record(state, name, address, _host_key(name))
+    _wait_for_ssh(state, name)
     return Host(name, address, "running")
 
 
@@ -273,7 +281,7 @@ def destroy_host(name: str, network: str, state: Path) -> bool:
     if existing is not None:
         run(["docker", "rm", "--force", "--volumes", name], timeout=180)
     volume = remove_volume(f"{name}-docker", network)
-    _forget_host_key(state, name)
+    _record(state, name, None)
     return existing is not None or volume
 
 
@@ -376,7 +384,9 @@ def _wait_for_boot(name: str) -> None:
         if state == "running":
             return
         if state == "degraded":
-            failed = run(["docker", "exec", name, "systemctl", "--failed", "--plain"], timeout=30, check=False)
+            failed = run(
+                ["docker", "exec", name, "systemctl", "--failed", "--plain"], timeout=30, check=False
+            )
             raise BundleError(
                 f"systemd on the host {name} is degraded",
                 "a host with failed units proves nothing about a real one:\n    " + failed.stdout.strip(),
@@ -405,24 +415,54 @@ def _ensure_ssh_key(state: Path) -> str:
     if not key.with_suffix(".pub").is_file() or not key.is_file():
         key.unlink(missing_ok=True)
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "sandbox", "-f", str(key)], timeout=60)
-    known = directory / "known_hosts"
-    known.touch(mode=0o600)
-    key_path, known_path = (str(path).replace("%", "%%") for path in (key, known))
-    (directory / "config").write_text(
+    return key.with_suffix(".pub").read_text()
+
+
+def _record(state: Path, name: str, address: str | None, host_key: str = "") -> None:
+    """Note address and host key of a host, or forget it: `hosts.json`, `ssh/known_hosts` and `ssh/config`."""
+    with exclusive(state, "ssh"):
+        directory = state / "ssh"
+        if not directory.is_dir():
+            return
+        index, known = state / "hosts.json", directory / "known_hosts"
+        addresses: dict[str, str] = json.loads(index.read_text()) if index.exists() else {}
+        addresses = {key: value for key, value in addresses.items() if key != name and value != address}
+        lines = known.read_text().splitlines() if known.exists() else []
+        gone = {name, address}
+        lines = [line for line in lines if gone.isdisjoint(line.split(" ", 1)[0].split(","))]
+        if address is not None:
+            addresses[name] = address
+            lines.append(f"{name},{address} {host_key}")
+        _replace(index, json.dumps(addresses, indent=2, sort_keys=True) + "\n")
+        _replace(known, "".join(f"{line}\n" for line in lines))
+        _replace(directory / "config", ssh_config(directory, addresses))
+
+
+def ssh_config(directory: Path, addresses: Mapping[str, str]) -> str:
+    """Return the ssh client configuration with which the hosts in `addresses` (by name) are reached."""
+    key, known = (str(directory / file).replace("%", "%%") for file in ("id_ed25519", "known_hosts"))
+    blocks = [f"Host {name}\n  HostName {address}\n" for name, address in sorted(addresses.items())]
+    blocks.append(
         "Host *\n"
         "  User root\n"
-        f'  IdentityFile "{key_path}"\n'
+        f'  IdentityFile "{key}"\n'
         "  IdentitiesOnly yes\n"
         "  IdentityAgent none\n"
-        f'  UserKnownHostsFile "{known_path}"\n'
+        f'  UserKnownHostsFile "{known}"\n'
         "  GlobalKnownHostsFile /dev/null\n"
         "  StrictHostKeyChecking yes\n"
         "  PreferredAuthentications publickey\n"
         "  ConnectTimeout 10\n"
         "  ServerAliveInterval 15\n"
     )
-    (directory / "config").chmod(0o600)
-    return key.with_suffix(".pub").read_text()
+    return "".join(blocks)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.new")
+    partial.touch(mode=0o600)
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def _authorize(name: str, public_key: str) -> None:
@@ -430,28 +470,13 @@ def _authorize(name: str, public_key: str) -> None:
     run(["docker", "exec", "-i", name, "sh", "-c", script], stdin=public_key, timeout=30)
 
 
-def _remember_host_key(state: Path, name: str, address: str) -> None:
+def _host_key(name: str) -> str:
     words = ["docker", "exec", name, "cat", "/etc/ssh/ssh_host_ed25519_key.pub"]
-    kind, key = run(words, timeout=30).stdout.split()[:2]
-    _edit_known_hosts(state, {name, address}, f"{name},{address} {kind} {key}\n")
+    return " ".join(run(words, timeout=30).stdout.split()[:2])
 
 
-def _forget_host_key(state: Path, name: str) -> None:
-    if (state / "ssh" / "known_hosts").exists():
-        _edit_known_hosts(state, {name}, "")
-
-
-def _edit_known_hosts(state: Path, names: set[str], line: str) -> None:
-    with (state / "ssh" / "known_hosts").open("r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        kept = [old for old in file if names.isdisjoint(old.split(" ", 1)[0].split(","))]
-        file.seek(0)
-        file.write("".join(kept) + line)
-        file.truncate()
-
-
-def _wait_for_ssh(state: Path, name: str, address: str) -> None:
-    ssh = ["ssh", "-F", str(state / "ssh" / "config"), "-o", "BatchMode=yes", address, "true"]
+def _wait_for_ssh(state: Path, name: str) -> None:
+    ssh = ["ssh", "-F", str(state / "ssh" / "config"), "-o", "BatchMode=yes", name, "true"]
     deadline = time.monotonic() + 30
     while True:
         answer = run(ssh, timeout=30, check=False)
@@ -459,8 +484,8 @@ def _wait_for_ssh(state: Path, name: str, address: str) -> None:
             return
         if time.monotonic() > deadline:
             raise BundleError(
-                f"the host {name} runs but does not answer ssh at {address}: {answer.stderr.strip()}",
-                "Ansible reaches it that way; container addresses are reachable only where the engine is local",
+                f"the host {name} runs but does not answer ssh: {answer.stderr.strip()}",
+                "Ansible reaches it that way; container addresses are reachable only with a local engine",
                 "use the Docker Engine of this Linux machine itself (not Docker Desktop, rootless or remote)",
             )
         time.sleep(0.5)

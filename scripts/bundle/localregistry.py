@@ -93,7 +93,10 @@ def ensure(
                 *("--read-only", "--tmpfs", "/tmp", "--pids-limit", "256", "--memory", "512m"),
                 *("--cap-drop", "ALL", "--cap-add", "DAC_OVERRIDE", "--security-opt", "no-new-privileges"),
                 *("--volume", f"{name}:/var/lib/registry"),
-                *("--mount", f"type=bind,source={(tls / 'server').resolve()},target=/etc/registry/tls,readonly"),
+                *(
+                    "--mount",
+                    f"type=bind,source={(tls / 'server').resolve()},target=/etc/registry/tls,readonly",
+                ),
                 image,
             ],
             timeout=120,
@@ -172,7 +175,10 @@ def _valid(certificate: Path, ca: Path | None = None) -> bool:
         return False
     if ca is None:
         return True
-    return run(["openssl", "verify", "-CAfile", str(ca), str(certificate)], timeout=30, check=False).returncode == 0
+    return (
+        run(["openssl", "verify", "-CAfile", str(ca), str(certificate)], timeout=30, check=False).returncode
+        == 0
+    )
 
 
 def _names(certificate: Path) -> list[str]:

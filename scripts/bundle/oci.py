@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -313,12 +314,13 @@ class Tree:
 
     def data(self, path: str, data: bytes, mode: int = 0o644, uid: int = 0, gid: int = 0) -> None:
         """Add a regular file with the given bytes."""
-        self._put(path, Entry(tarfile.REGTYPE, mode, uid, gid, size=len(data), open_data=lambda: io.BytesIO(data)))
+        opener = partial(io.BytesIO, data)
+        self._put(path, Entry(tarfile.REGTYPE, mode, uid, gid, size=len(data), open_data=opener))
 
     def file(self, path: str, source: Path, mode: int, uid: int = 0, gid: int = 0) -> None:
         """Add a regular file read from `source` when the layer is written."""
-        size = source.stat().st_size
-        self._put(path, Entry(tarfile.REGTYPE, mode, uid, gid, size=size, open_data=lambda: source.open("rb")))
+        size, opener = source.stat().st_size, partial(source.open, "rb")
+        self._put(path, Entry(tarfile.REGTYPE, mode, uid, gid, size=size, open_data=opener))
 
     def copy_directory(self, path: str, source: Path, uid: int = 0, gid: int = 0) -> None:
         """Add everything below the directory `source` at `path`: 0755 for directories and programs, else 0644."""
@@ -335,11 +337,18 @@ class Tree:
                 elif stat.S_ISREG(status.st_mode):
                     self.file(place, item, 0o755 if status.st_mode & 0o100 else 0o644, uid, gid)
 
-    def copy_tar(self, archive: tarfile.TarFile, wanted: Callable[[str], bool]) -> None:
+    def copy_tar(
+        self,
+        archive: tarfile.TarFile,
+        wanted: Callable[[str], bool],
+        opener: Callable[[tarfile.TarInfo], Callable[[], IO[bytes]]] | None = None,
+    ) -> None:
         """Add the members of `archive` whose path `wanted` accepts, with their owners and modes.
 
-        Device nodes, sockets and FIFOs are left out. Of hard-linked files the first path keeps the data.
+        Device nodes, sockets and FIFOs are left out. Of hard-linked files the first path keeps the data. Data is
+        read from `archive`, which has to stay open, unless `opener` gives another way for a member.
         """
+        open_member = opener or partial(_member_opener, archive)
         members: dict[str, tarfile.TarInfo] = {}
         for member in archive:
             name = _clean(member.name)
@@ -347,21 +356,21 @@ class Tree:
                 members[name] = member
         first: dict[str, str] = {}
         for name in sorted(members):
-            member = members[name]
-            if not (member.isreg() or member.islnk()):
+            source = members[name]
+            if not (source.isreg() or source.islnk()):
                 continue
-            source = member
             while source.islnk():
                 source = archive.getmember(source.linkname)
             original = first.setdefault(_clean(source.name), name)
-            if original == name:
-                opener = _member_opener(archive, source)
-                entry = Entry(
-                    tarfile.REGTYPE, source.mode & 0o7777, source.uid, source.gid, size=source.size, open_data=opener
-                )
-            else:
-                entry = Entry(tarfile.LNKTYPE, source.mode & 0o7777, source.uid, source.gid, target=original)
-            self._put(name, entry)
+            mode = source.mode & 0o7777
+            if original != name:
+                self._put(name, Entry(tarfile.LNKTYPE, mode, source.uid, source.gid, target=original))
+                continue
+            data = open_member(source)
+            self._put(
+                name,
+                Entry(tarfile.REGTYPE, mode, source.uid, source.gid, size=source.size, open_data=data),
+            )
         for name, member in members.items():
             if member.isdir():
                 self._put(name, Entry(tarfile.DIRTYPE, member.mode & 0o7777, member.uid, member.gid))
@@ -375,18 +384,24 @@ class Tree:
 
 def read_entries(path: Path, compressed: bool = False) -> dict[str, Entry]:
     """Return the entries of a layer file written by `write_layer`; data is read from it when asked for."""
-    archive = tarfile.open(path, "r:gz" if compressed else "r:")
     tree = Tree()
-    tree.copy_tar(archive, lambda _name: True)
+    with tarfile.open(path, "r:gz" if compressed else "r:") as archive:
+        tree.copy_tar(
+            archive, lambda _name: True, lambda member: partial(_read_slice, path, compressed, member)
+        )
     return tree.entries
+
+
+def _read_slice(path: Path, compressed: bool, member: tarfile.TarInfo) -> IO[bytes]:
+    with gzip.open(path) if compressed else path.open("rb") as stream:
+        stream.seek(member.offset_data)
+        return io.BytesIO(stream.read(member.size))
 
 
 def write_layer(store: BlobStore, tree: Tree, comment: str, epoch: int, compress: bool = False) -> Layer:
     """Write the entries of `tree` as one layer into `store`; `comment` tells in the image history what it is."""
     with store.writer() as pending:
-        zipped = (
-            gzip.GzipFile("", "wb", _GZIP_LEVEL, fileobj=pending.stream, mtime=0) if compress else None
-        )
+        zipped = gzip.GzipFile("", "wb", _GZIP_LEVEL, fileobj=pending.stream, mtime=0) if compress else None
         plain = HashingWriter(zipped if zipped is not None else pending.stream)
         with tarfile.open(fileobj=plain, mode="w", format=tarfile.GNU_FORMAT) as archive:
             for name in sorted(tree.entries):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -75,6 +77,7 @@ def run_to_log(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float,
+    on_line: Callable[[str], None] | None = None,
 ) -> None:
     """Run a long program to its end with all its output appended to the file `log`.
 
@@ -84,41 +87,58 @@ def run_to_log(
         env: the whole environment of the program; the caller's own when None.
         cwd: directory to run in; the caller's own when None.
         timeout: seconds after which the program is killed.
+        on_line: called with every line as it is printed, without its end.
 
     Raises:
         BundleError: the program is missing, took too long, or failed; the log's last lines are shown.
     """
     words = [os.fspath(word) for word in argv]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        start = output.tell()
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    late = threading.Event()
+    with log.open("a", encoding="utf-8") as output:
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=None if env is None else dict(env),
                 cwd=cwd,
-                timeout=timeout,
-                check=False,
+                encoding="utf-8",
+                errors="replace",
             )
         except OSError as error:
             _refuse_start(words, error)
-        except subprocess.TimeoutExpired as error:
-            raise _too_slow(words, timeout) from error
-    if done.returncode != 0:
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(timeout, give_up)
+        timer.start()
+        with process:
+            try:
+                for line in process.stdout or ():
+                    output.write(line)
+                    output.flush()
+                    if line.strip():
+                        tail.append(line.rstrip())
+                    if on_line is not None:
+                        on_line(line.rstrip("\n"))
+            except BaseException:
+                process.terminate()
+                raise
+            finally:
+                timer.cancel()
+    if late.is_set():
+        raise _too_slow(words, timeout)
+    if process.returncode != 0:
         raise BundleError(
-            f"{' '.join(words[:3])} failed with exit status {done.returncode}",
-            "its last output was:\n    " + "\n    ".join(_tail(log, start) or ["(nothing)"]),
+            f"{' '.join(words[:3])} failed with exit status {process.returncode}",
+            "its last output was:\n    " + "\n    ".join(tail or ["(nothing)"]),
             f"correct the cause named there (all of it is in {log}) and run the command again",
         )
-
-
-def _tail(log: Path, start: int) -> list[str]:
-    with log.open("rb") as text:
-        text.seek(start)
-        return text.read().decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
 
 
 def _refuse_start(words: list[str], error: OSError) -> NoReturn:

@@ -26,6 +26,8 @@ _INDEX_TYPES = (oci.MEDIA_INDEX, MEDIA_DOCKER_LIST)
 _MANIFEST_TYPES = (oci.MEDIA_MANIFEST, MEDIA_DOCKER_MANIFEST)
 _ACCEPT = ", ".join((*_INDEX_TYPES, *_MANIFEST_TYPES))
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
+_PATH = re.compile(r"[a-z0-9]+(?:[._/-]+[a-z0-9]+)*\Z")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\Z")
 _CHALLENGE = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _MAX_MANIFEST = 4 << 20
 _MAX_CONFIG = 8 << 20
@@ -111,7 +113,7 @@ def parse_reference(text: str) -> Reference:
         host, path = first, rest
     else:
         host, path = "docker.io", name if slash else f"library/{name}"
-    if not path or not re.fullmatch(r"[a-z0-9._/-]+", path) or not re.fullmatch(r"[A-Za-z0-9_][\w.-]{0,127}", tag):
+    if not _PATH.match(path) or not _TAG.match(tag):
         raise BundleError(
             f"{text!r} is not REPOSITORY:TAG",
             "a registry knows lowercase repositories and plain tags only",
@@ -193,19 +195,17 @@ class Client:
         """Tell whether the repository `path` has the blob."""
         return self._exists(f"/v2/{path}/blobs/{digest}", path, f"the blob {digest} is looked up")
 
-    def push_blob(self, path: str, blob: oci.Descriptor, source: Path, mount_from: str = "") -> bool:
-        """Upload a blob unless it is there; `mount_from` names a repository to link it from.
+    def push_blob(self, path: str, blob: oci.Descriptor, source: Path) -> bool:
+        """Upload a blob unless it is there.
 
         Returns:
             True when bytes were sent.
         """
         if self.has_blob(path, blob.digest):
             return False
-        query = f"?mount={blob.digest}&from={urllib.parse.quote(mount_from, safe='')}" if mount_from else ""
         scope = f"repository:{path}:pull,push"
-        answer = self._request("POST", f"/v2/{path}/blobs/uploads/{query}", scope=scope, headers={"Content-Length": "0"})
-        if answer.status == 201:
-            return False
+        start = {"Content-Length": "0"}
+        answer = self._request("POST", f"/v2/{path}/blobs/uploads/", scope=scope, headers=start)
         location = answer.headers.get("location", "")
         if answer.status != 202 or not location:
             self._unexpected(answer, f"an upload to {path} is started")
@@ -507,13 +507,13 @@ class Client:
         )
 
 
-def push_content(client: Client, path: str, store: oci.BlobStore, image: oci.BuiltImage, mount_from: str = "") -> int:
+def push_content(client: Client, path: str, store: oci.BlobStore, image: oci.BuiltImage) -> int:
     """Upload every blob and manifest of `image` by digest, without a tag; return the bytes sent."""
     if client.has_manifest(path, image.index.digest):
         return 0
     sent = 0
     for blob in (*(layer.blob for layer in image.layers), image.config):
-        if client.push_blob(path, blob, store.path(blob.digest), mount_from):
+        if client.push_blob(path, blob, store.path(blob.digest)):
             sent += blob.size
     for manifest in (image.manifest, image.index):
         client.push_manifest(path, manifest.digest, manifest.media_type, store.read(manifest.digest))

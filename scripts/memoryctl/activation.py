@@ -73,7 +73,7 @@ def activate(layout: Layout, release_id: str) -> Outcome:
         if not reasons:
             banks = _ensure_banks(layout, subject)
             return Outcome(release_id, [], banks, _prove(layout, subject, compose))
-        journal.append(layout, "activating", release=release_id, previous=current, reasons=reasons)
+        journal.append(layout, "activating", release=release_id, replaces=current, reasons=reasons)
         try:
             changed = _bring_up(layout, subject, compose)
             journal.append(layout, "reading-back", release=release_id)

@@ -99,7 +99,7 @@ class Compose:
     def up(self, services: Sequence[str], timeout: int, gate: str) -> None:
         """Start or replace `services` alone and wait, at most `timeout` seconds, until they are healthy."""
         self._run(
-            *("up", "-d", "--no-build", "--pull", "never", "--no-deps"),
+            *("up", "-d", "--no-build", "--no-deps"),
             *("--wait", "--wait-timeout", str(timeout), *services),
             timeout=timeout + 60,
             gate=gate,
@@ -108,7 +108,7 @@ class Compose:
     def run_once(self, service: str, timeout: int, gate: str) -> str:
         """Run `service` to its end in a container of its own and return what it wrote to standard output."""
         return self._run(
-            "--profile", "*", "run", "--rm", "--no-deps", "--pull", "never", "-T", service, timeout=timeout, gate=gate
+            "--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate
         ).out
 
     def exec(self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str) -> str:

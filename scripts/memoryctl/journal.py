@@ -54,7 +54,7 @@ def append(layout: Layout, state: str, **facts: Any) -> dict[str, Any]:
         "previous": known[-1]["hash"] if known else GENESIS,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "state": state,
-        **facts,
+        "facts": facts,
     }
     entry["hash"] = _entry_hash(entry)
     path = layout.journal / FILE

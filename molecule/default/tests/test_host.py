@@ -155,7 +155,7 @@ def test_privacy_defaults(host: Any, manifest: dict[str, Any]) -> None:
 
 def test_the_journal_says_committed(host: Any) -> None:
     last = json.loads(host.check_output("tail -n 1 /var/lib/memory/journal/activations.jsonl"))
-    assert last["state"] == "committed" and last["gates"] >= 30
+    assert last["state"] == "committed" and last["facts"]["gates"] >= 30
 
 
 def test_status_of_the_host_program(host: Any, manifest: dict[str, Any]) -> None:

@@ -45,7 +45,9 @@ def memory_refusals(
             settings, probe, time.time(), names=names, private_key=private_key, limiting_options=options
         )
     except KeyError as error:
-        raise AnsibleFilterError(f"memory_preflight needs all roles of site.yml in its play; {error} is missing") from error
+        raise AnsibleFilterError(
+            f"memory_preflight needs all roles of site.yml in its play; {error} is missing"
+        ) from error
     return [refusal.as_dict() for refusal in found]
 
 

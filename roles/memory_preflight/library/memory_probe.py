@@ -268,7 +268,9 @@ def operating_system() -> dict:
 
 def memory_total() -> int:
     """Bytes of memory of the host."""
-    match = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    match = re.search(
+        r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE
+    )
     return int(match.group(1)) * 1024 if match else 0
 
 
@@ -383,7 +385,9 @@ def overlapping_networks(subnet, running: bool) -> tuple:
                 continue
             if subnet is not None and other.version == 4 and other.overlaps(subnet):
                 labels = item.get("Labels") or {}
-                found.append({"name": item["Name"], "subnet": str(other), "project": labels.get(PROJECT_LABEL, "")})
+                found.append(
+                    {"name": item["Name"], "subnet": str(other), "project": labels.get(PROJECT_LABEL, "")}
+                )
     return found, interfaces
 
 
@@ -395,7 +399,8 @@ def overlapping_routes(subnet, ignored) -> list:
     for line in Path("/proc/net/route").read_text(encoding="ascii").splitlines()[1:]:
         fields = line.split()
         destination, mask = (int(fields[index], 16).to_bytes(4, sys.byteorder) for index in (1, 7))
-        network = ipaddress.ip_network((destination, bin(int.from_bytes(mask, "big")).count("1")), strict=False)
+        prefix = f"{ipaddress.IPv4Address(destination)}/{ipaddress.IPv4Address(mask)}"
+        network = ipaddress.ip_network(prefix, strict=False)
         if network.prefixlen and fields[0] not in ignored and network.overlaps(subnet):
             found.append({"destination": str(network), "interface": fields[0]})
     return found
@@ -430,7 +435,9 @@ def listening_process(address: str, port: int):
             raw, number = fields[1].split(":")
             if fields[3] != "0A" or int(number, 16) != port:
                 continue
-            words = [int(raw[index : index + 8], 16).to_bytes(4, sys.byteorder) for index in range(0, size * 2, 8)]
+            words = [
+                int(raw[index : index + 8], 16).to_bytes(4, sys.byteorder) for index in range(0, size * 2, 8)
+            ]
             found = ipaddress.ip_address(b"".join(words))
             if found == wanted or found.is_unspecified or wanted.is_unspecified:
                 inodes.add(f"socket:[{fields[9]}]")
@@ -452,7 +459,9 @@ def published_by(address: str, port: int, published):
     for other, number, container in published:
         holder = ipaddress.ip_address(other)
         same_family = holder.version == wanted.version
-        if number == port and (holder == wanted or (same_family and (holder.is_unspecified or wanted.is_unspecified))):
+        if number == port and (
+            holder == wanted or (same_family and (holder.is_unspecified or wanted.is_unspecified))
+        ):
             return {
                 "kind": "container",
                 "name": container["name"],
@@ -510,7 +519,11 @@ def directory(text: str) -> dict:
         components.append(described(component))
         if components[-1]["kind"] != "directory":
             break
-    complete = components[-1] if components[-1]["path"] == str(path) else {**described(Path("/nonexistent")), "path": text}
+    complete = (
+        components[-1]
+        if components[-1]["path"] == str(path)
+        else {**described(Path("/nonexistent")), "path": text}
+    )
     return {**complete, "components": components}
 
 
@@ -563,9 +576,16 @@ def probe(options: dict) -> dict:
         "addresses": local,
         "listen": [listen(item["address"], item["port"], local, published) for item in options["listen"]],
         "directories": [directory(path) for path in options["directories"]],
-        "policy_leftover": bool(options["policy_dir"]) and os.path.lexists(os.path.join(options["policy_dir"], LEFTOVER)),
-        "users": [identity(item["name"], item["id"], pwd.getpwnam, pwd.getpwuid, "pw_u") for item in options["users"]],
-        "groups": [identity(item["name"], item["id"], grp.getgrnam, grp.getgrgid, "gr_g") for item in options["groups"]],
+        "policy_leftover": bool(options["policy_dir"])
+        and os.path.lexists(os.path.join(options["policy_dir"], LEFTOVER)),
+        "users": [
+            identity(item["name"], item["id"], pwd.getpwnam, pwd.getpwuid, "pw_u")
+            for item in options["users"]
+        ],
+        "groups": [
+            identity(item["name"], item["id"], grp.getgrnam, grp.getgrgid, "gr_g")
+            for item in options["groups"]
+        ],
         "containers": relevant,
         "volume": volume(options["volume"], engine["running"]),
         "networks": networks,
