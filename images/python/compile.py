@@ -26,7 +26,10 @@ def sources(roots: list[str]) -> list[str]:
 
 def compile_share(files: list[str], output: str) -> None:
     """Compile `files` into the tar `output`; a file that is not valid Python is left as it is."""
-    with tarfile.open(output, "w", format=tarfile.GNU_FORMAT) as archive, tempfile.TemporaryDirectory() as scratch:
+    with (
+        tarfile.open(output, "w", format=tarfile.GNU_FORMAT) as archive,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         target = os.path.join(scratch, "code.pyc")
         for file in files:
             try:

@@ -49,7 +49,11 @@ def read_secret(path: Path) -> str:
         refuse(f"{path} is larger than {MAX_BYTES} bytes", "no secret is", "mount the right file")
     secret = data.removesuffix(b"\n")
     if not secret:
-        refuse(f"{path} is empty", "an empty secret opens or breaks what it protects", "write the secret into the file")
+        refuse(
+            f"{path} is empty",
+            "an empty secret opens or breaks what it protects",
+            "write the secret into the file",
+        )
     if any(byte < 0x20 or byte > 0x7E for byte in secret):
         refuse(
             f"{path} holds a control character or a byte outside ASCII",
@@ -86,7 +90,11 @@ def main() -> NoReturn:
     try:
         os.execvpe(program[0], program, environment)
     except OSError as error:
-        refuse(f"{program[0]} cannot be started: {error.strerror}", "it is what this container is for", "check the command")
+        refuse(
+            f"{program[0]} cannot be started: {error.strerror}",
+            "it is what this container is for",
+            "check the command",
+        )
 
 
 main()

@@ -28,7 +28,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,6 +48,7 @@ NAMESPACE = "memory"
 BUILD_FORMAT = 1
 
 _PARALLEL = 2
+_BUILD_ORDER = ("hindsight", "postgres", "embeddings", "router", "edge")
 _DEBIAN_TIMEOUT = 1800.0
 _PYPI_TIMEOUT = 1800.0
 _DOCKER_TIMEOUT = 900.0
@@ -266,7 +267,7 @@ class Workshop:
         self._fresh: set[str] = set()
         self._pip: tuple[str, ...] = ()
         self._pip_lock = threading.Lock()
-        self._base_lock = threading.Lock()
+        self._step_locks: dict[str, threading.Lock] = {}
         self._bases: dict[str, RootFs] = {}
         self._engine_images: list[str] = []
         self._engine_lock = threading.Lock()
@@ -278,6 +279,10 @@ class Workshop:
             BundleError: there is no such recipe or it is wrong.
         """
         return load_recipe(self.root, name)
+
+    def is_built(self, recipe: Recipe) -> bool:
+        """Tell whether the cache holds the image of `recipe`."""
+        return self._load_product(recipe) is not None
 
     def build(self, name: str) -> Product:
         """Build image `name`, or take it from the cache when nothing that goes in has changed."""
@@ -294,7 +299,7 @@ class Workshop:
         entries = oci.read_entries(self.store.path(base.layer.blob.digest), self._compress)
         with self._work_directory(name) as work:
             tree = oci.Tree(entries)
-            wheels = self._wheels(recipe) if recipe.pypi else {}
+            wheels = self._wheels(recipe)
             if recipe.pypi:
                 self._add_wheels(recipe, recipe.pypi, tree, base, work, wheels)
             _add_account(recipe.account, tree, entries)
@@ -452,15 +457,10 @@ class Workshop:
         return self._rootfs(self.recipe(recipe.base) if recipe.base else recipe)
 
     def _rootfs(self, recipe: Recipe) -> RootFs:
-        with self._base_lock:
-            known = self._bases.get(recipe.name) or self._load_rootfs(recipe)
-            if known is not None:
-                self._bases[recipe.name] = known
-                return known
-        rootfs = self._build_rootfs(recipe)
-        with self._base_lock:
-            self._bases[recipe.name] = rootfs
-        return rootfs
+        with self._step_locks.setdefault(f"base {recipe.name}", threading.Lock()):
+            if recipe.name not in self._bases:
+                self._bases[recipe.name] = self._load_rootfs(recipe) or self._build_rootfs(recipe)
+            return self._bases[recipe.name]
 
     def _build_rootfs(self, recipe: Recipe) -> RootFs:
         debian = recipe.debian
@@ -524,13 +524,15 @@ class Workshop:
 
     def prepare_wheels(self, recipe: Recipe) -> None:
         """Download the wheels of `recipe` unless they are in the cache."""
-        if recipe.pypi is not None:
-            self._wheels(recipe)
+        self._wheels(recipe)
 
     def _wheels(self, recipe: Recipe) -> dict[str, tuple[Package, Path]]:
         if recipe.pypi is None:
             return {}
-        requirements = self.root / "locks" / recipe.pypi.requirements
+        with self._step_locks.setdefault(f"wheels {recipe.name}", threading.Lock()):
+            return self._locked_wheels(recipe, self.root / "locks" / recipe.pypi.requirements)
+
+    def _locked_wheels(self, recipe: Recipe, requirements: Path) -> dict[str, tuple[Package, Path]]:
         pins = parse_requirements(requirements.read_text(), requirements)
         folder = self._cache / "wheels" / recipe.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -712,20 +714,23 @@ def build_images(
         repository_host: host of the registry as it is written into the lock.
     """
     pool = ThreadPoolExecutor(max_workers=_PARALLEL)
+    order = [name for name in _BUILD_ORDER if name in names]
     try:
-        recipes = [workshop.recipe(name) for name in names]
-        bases: dict[str, Recipe] = {}
-        for recipe in recipes:
-            bases.setdefault(recipe.base or recipe.name, recipe)
-        ready: list[Future[Any]] = [pool.submit(workshop.prepare_base, recipe) for recipe in bases.values()]
-        ready += [pool.submit(workshop.prepare_wheels, recipe) for recipe in recipes if recipe.pypi]
-        for future in ready:
-            future.result()
-        products = [pool.submit(workshop.build, name) for name in names]
+        early: list[Future[Any]] = []
+        longest = workshop.recipe(order[0])
+        if not workshop.is_built(longest):
+            early = [
+                pool.submit(workshop.prepare_base, longest),
+                pool.submit(workshop.prepare_wheels, longest),
+            ]
+        products = [pool.submit(workshop.build, name) for name in (*order[1:2], order[0], *order[2:])]
+        images: list[Image] = []
         with connect() as client:
-            return tuple(
-                _publish(workshop, product.result(), client, repository_host) for product in products
-            )
+            for product in as_completed(products):
+                images.append(_publish(workshop, product.result(), client, repository_host))
+        for step in early:
+            step.result()
+        return tuple(images)
     finally:
         pool.shutdown(cancel_futures=True)
 

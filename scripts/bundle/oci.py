@@ -319,8 +319,9 @@ class Tree:
 
     def file(self, path: str, source: Path, mode: int, uid: int = 0, gid: int = 0) -> None:
         """Add a regular file read from `source` when the layer is written."""
-        size, opener = source.stat().st_size, partial(source.open, "rb")
-        self._put(path, Entry(tarfile.REGTYPE, mode, uid, gid, size=size, open_data=opener))
+        size = source.stat().st_size
+        entry = Entry(tarfile.REGTYPE, mode, uid, gid, size=size, open_data=partial(_open_file, source))
+        self._put(path, entry)
 
     def copy_directory(self, path: str, source: Path, uid: int = 0, gid: int = 0) -> None:
         """Add everything below the directory `source` at `path`: 0755 for directories and programs, else 0644."""
@@ -476,6 +477,10 @@ def write_docker_archive(store: BlobStore, image: BuiltImage, tag: str, output: 
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
+
+
+def _open_file(path: Path) -> IO[bytes]:
+    return path.open("rb")
 
 
 def _member_opener(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Callable[[], IO[bytes]]:

@@ -281,8 +281,8 @@ def examine(settings: Mapping[str, Any], variables: Iterable[str], findings: Fin
     for name, kind in kinds().items():
         if kind == "url" and good.has(name) and good[name]:
             _url(good, name)
-        if kind == "controller file" and good.has(name) and good[name] and not good[name].startswith("/"):
-            good.refuse(name, "controller-path", f"{name} is {_shown(good[name])}, which is no full path")
+        if kind == "controller file" and good.has(name) and good[name]:
+            _controller_file(good, name)
     for check in _CHECKS:
         if good.has(*check.needs):
             check.run(good)
@@ -368,6 +368,13 @@ def _grammar(good: Settings, name: str, value: str, pattern: str, meaning: str) 
         good.refuse(name, "setting-characters", f"{name} is {_shown(value)}; {meaning} is due")
     elif not re.fullmatch(pattern, value):
         good.refuse(name, "setting-grammar", f"{name} is {_shown(value)}; {meaning} is due")
+
+
+def _controller_file(good: Settings, name: str) -> None:
+    if not good[name].isprintable():
+        good.refuse(name, "setting-characters", f"{name} is {_shown(good[name])}")
+    elif not good[name].startswith("/"):
+        good.refuse(name, "controller-path", f"{name} is {_shown(good[name])}, which is no full path")
 
 
 def _url(good: Settings, name: str) -> None:

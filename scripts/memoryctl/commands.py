@@ -85,23 +85,7 @@ def stage(layout: Layout, given: Data, check: bool) -> Data:
     release_id, changes = release.stage(layout, given["contents"], check)
     changes += release.ensure_command(layout, check)
     current = release.current_id(layout)
-    previous = {}
-    if current and current != release_id:
-        previous = {str(path.relative_to(layout.current)): path for path in layout.current.resolve().rglob("*") if path.is_file()}
-    diff = []
-    if current != release_id:
-        for path, text in sorted(given["contents"].items()):
-            if path.startswith("memoryctl/"):
-                continue
-            before = (layout.current / path).read_text() if (layout.current / path).is_file() else ""
-            if before != text:
-                header = f"release/{path}"
-                diff.append({"before": before, "after": text, "before_header": header, "after_header": header})
-        diff += [
-            {"before": where.read_text(), "after": "", "before_header": f"release/{path}", "after_header": f"release/{path}"}
-            for path, where in sorted(previous.items())
-            if path not in given["contents"]
-        ]
+    diff = [] if current == release_id else release.differences(layout, given["contents"])
     return _changes(changes, release=release_id, current=current, diff=diff)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import process
-from .errors import Refused
+from .errors import Exit, Refused
 
 INSPECT_TIMEOUT = 30.0
 PROJECT_LABEL = "com.docker.compose.project"
@@ -94,7 +94,7 @@ class Compose:
     def config_hashes(self) -> dict[str, str]:
         """The hash by which Compose decides whether a service's container has to be replaced."""
         lines = self._run("--profile", "*", "config", "--hash", "*", timeout=60, gate="compose").out.splitlines()
-        return {service: digest for service, digest in (line.split() for line in lines)}
+        return {line.split()[0]: line.split()[1] for line in lines}
 
     def up(self, services: Sequence[str], timeout: int, gate: str) -> None:
         """Start or replace `services` alone and wait, at most `timeout` seconds, until they are healthy."""
@@ -113,15 +113,14 @@ class Compose:
 
     def exec(self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str) -> str:
         """Run `argv` in the running container of `service`."""
-        done = process.run(
-            ["docker", "compose", "-p", self.project, "-f", str(self.file), "exec", "-T", service, *argv],
-            stdin=stdin,
-            extra_env=self.variables,
-            timeout=timeout,
-            gate=gate,
-        )
-        return done.out
-
-    def down(self, volumes: bool) -> None:
-        """Remove containers and networks; with `volumes` also the named volumes."""
-        self._run("--profile", "*", "down", "--timeout", "60", *(["--volumes"] if volumes else []), timeout=300, gate="teardown")
+        listing = ["docker", "ps", "-q", "--filter", f"label={PROJECT_LABEL}={self.project}"]
+        found = process.run([*listing, "--filter", f"label={SERVICE_LABEL}={service}"], gate=gate).out.split()
+        if len(found) != 1:
+            raise Refused(
+                gate,
+                f"{service} has {len(found)} running containers",
+                "the question can be put to exactly one",
+                "look at `memoryctl status`, then run playbooks/site.yml",
+                Exit.COULD_NOT_ASK,
+            )
+        return process.run(["docker", "exec", "-i", found[0], *argv], stdin=stdin, timeout=timeout, gate=gate).out

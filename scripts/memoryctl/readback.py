@@ -244,7 +244,7 @@ def _local_digests(context: Context) -> Finding:
 
 @gate("containers-healthy", "every service runs and its health check passes")
 def _containers_healthy(context: Context) -> Finding:
-    expected = {name: "running healthy" for name in context.manifest["service_images"]}
+    expected = dict.fromkeys(context.manifest["service_images"], "running healthy")
     return Finding(_words(expected), _words({name: f"{item.status} {item.health}" for name, item in context.containers.items()}))
 
 

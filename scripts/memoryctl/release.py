@@ -133,6 +133,21 @@ def load(layout: Layout, release_id: str) -> Release:
     return Release(release_id, directory, manifest)
 
 
+def differences(layout: Layout, contents: Mapping[str, str]) -> list[dict[str, str]]:
+    """What `contents` changes against the current release, file by file, as Ansible shows it (the program left out)."""
+    before = _read_tree(layout.current.resolve()) if layout.current.is_symlink() else {}
+    return [
+        {
+            "before": before.get(path, ""),
+            "after": contents.get(path, ""),
+            "before_header": f"release/{path}",
+            "after_header": f"release/{path}",
+        }
+        for path in sorted({*before, *contents})
+        if before.get(path) != contents.get(path) and not path.startswith("memoryctl/")
+    ]
+
+
 def ensure_command(layout: Layout, check: bool) -> list[str]:
     """Make the command `memoryctl` run the program of the current release. Returns what changes."""
     program = (

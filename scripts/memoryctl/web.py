@@ -69,6 +69,8 @@ class Endpoint:
         certificate = ""
         try:
             raw = socket.create_connection((self.address, self.port), timeout=timeout)
+            # Head and body are two writes: without this the second one waits for an acknowledgement of the first.
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sock = raw
             if self.context is not None:
                 wrapped = self.context.wrap_socket(raw, server_hostname=self.server_name or self.address)
