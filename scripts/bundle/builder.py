@@ -60,6 +60,7 @@ _LIST_PACKAGES = (
     f'>"$1/{_PACKAGE_LIST}"'
 )
 _KEYRINGS = ("debian-archive-keyring.pgp", "debian-archive-keyring.gpg")
+_SYSTEM_AUTHORITIES = "/etc/ssl/certs/ca-certificates.crt"
 _WHEEL_MACHINES = {"amd64": "x86_64"}
 _WHEEL_SCHEMES = {"purelib": "site-packages", "platlib": "site-packages", "scripts": "bin"}
 _GLIBC_NEWEST = 41
@@ -563,7 +564,16 @@ class Workshop:
         argv += ["--only-binary=:all:", "--python-version=3.13", "--implementation=cp", "--no-cache-dir"]
         argv += [f"--platform={platform}" for platform in (*glibc, *older)]
         argv += ["--dest", str(folder), "--requirement", str(requirements)]
-        run(argv, timeout=_PYPI_TIMEOUT)
+        run(argv, env=self._pip_environment(), timeout=_PYPI_TIMEOUT)
+
+    def _pip_environment(self) -> dict[str, str]:
+        """Return an environment in which pip trusts what the system trusts, unless pip is told otherwise."""
+        environment = dict(os.environ)
+        told = run([*self._pip_command(), "config", "list"], timeout=60, check=False).stdout
+        bundle = os.environ.get("SSL_CERT_FILE") or _SYSTEM_AUTHORITIES
+        if not re.search(r"\.cert=", told) and os.path.isfile(bundle):
+            environment["PIP_CERT"] = bundle
+        return environment
 
     def _pip_command(self) -> tuple[str, ...]:
         with self._pip_lock:

@@ -12,8 +12,10 @@ from .errors import BundleError
 from .process import run, run_to_log
 
 _START_SECONDS = 60.0
+_EARLY_SECONDS = 5.0
 _STOP_SECONDS = 60.0
 _DAEMON_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
+_SYSTEMD = Path("/run/systemd/system")
 _SOCKET = "/var/run/docker.sock"
 
 
@@ -36,7 +38,7 @@ def ensure_engine(state: Path) -> str:
             ensure_packages(["docker.io", "iptables"], log)
         if shutil.which("docker") is None:
             ensure_packages(["docker-cli"], log)
-        if Path("/run/systemd/system").is_dir():
+        if _SYSTEMD.is_dir():
             run_to_log(as_root(["systemctl", "start", "docker.service"]), log, timeout=120)
             return _wait_until_answering(None, log)
         pid_file = _pid_file(state)
@@ -146,7 +148,11 @@ def _wait_until_answering(pid_file: Path | None, log: Path) -> str:
         found = version()
         if found is not None:
             return found
-        if pid_file is not None and time.monotonic() > begin + 5 and engine_pid(pid_file) is None:
+        if (
+            pid_file is not None
+            and time.monotonic() > begin + _EARLY_SECONDS
+            and engine_pid(pid_file) is None
+        ):
             break
         time.sleep(0.2)
     raise _not_answering(log)

@@ -26,7 +26,8 @@ _INDEX_TYPES = (oci.MEDIA_INDEX, MEDIA_DOCKER_LIST)
 _MANIFEST_TYPES = (oci.MEDIA_MANIFEST, MEDIA_DOCKER_MANIFEST)
 _ACCEPT = ", ".join((*_INDEX_TYPES, *_MANIFEST_TYPES))
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
-_PATH = re.compile(r"[a-z0-9]+(?:[._/-]+[a-z0-9]+)*\Z")
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_PATH = re.compile(rf"{_PART}(?:/{_PART})*\Z")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\Z")
 _CHALLENGE = re.compile(r'([A-Za-z_]+)="([^"]*)"')
 _MAX_MANIFEST = 4 << 20

@@ -14,6 +14,7 @@ from .release import Release
 
 EDGE_CA = "caddy/pki/authorities/local/root.crt"
 EDGE_CA_SECONDS = 15.0
+EDGE_ANSWER_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def _bring_up(layout: Layout, subject: Release, compose: engine.Compose) -> list
     compose.up(["router"], wait, "router")
     compose.up(["edge"], wait, "edge")
     changed += _publish_edge_ca(layout, subject)
+    _await_edge(layout, subject, compose)
     return changed
 
 
@@ -163,6 +165,14 @@ def _publish_edge_ca(layout: Layout, subject: Release) -> list[str]:
         )
     target = layout.edge / "ca.crt"
     return [str(target)] if files.ensure_file(target, source.read_bytes(), files.ROOT_PUBLIC, check=False) else []
+
+
+def _await_edge(layout: Layout, subject: Release, compose: engine.Compose) -> None:
+    """Wait, bounded, until the edge has its certificate. Judges nothing: the gates do."""
+    endpoint = readback.Context(layout, subject, compose).edge
+    deadline = time.monotonic() + EDGE_ANSWER_SECONDS
+    while endpoint.request("GET", "/", timeout=5).status == 0 and time.monotonic() < deadline:
+        time.sleep(0.3)
 
 
 def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ class Context:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
             return context
-        return ssl.create_default_context(cafile=str(authority) if authority.exists() else None)
+        return ssl.create_default_context(cafile=str(authority) if settings["private_authority"] else None)
 
     @cached_property
     def upstream(self) -> hindsight.Hindsight:

@@ -209,7 +209,7 @@ def test_refuses_text_that_other_parsers_let_pass(old: str, new: str, message: s
 
 
 def test_refuses_deep_nesting_without_a_stack_trace() -> None:
-    with pytest.raises(BundleError, match="nested too deeply|is not JSON"):
+    with pytest.raises(BundleError, match=r"nested too deeply|is not JSON"):
         lock.parse("[" * 200_000)
 
 

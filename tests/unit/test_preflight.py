@@ -197,7 +197,7 @@ REFUSED: list[tuple[str, str, Change]] = [
     ("principal-paths", "twice", lambda case: principal(case, paths=["rest", "rest"])),
     ("principal-limit", "no budget", lambda case: principal(case, rpm=0)),
     ("principal-limit", "too late", lambda case: principal(case, expires_days=3651)),
-    ("bank-name", "an accent", lambda case: principal(case, bank="équipe-α")),
+    ("bank-name", "an accent", lambda case: principal(case, bank="équipe")),
     ("bank-name", "a dot", lambda case: principal(case, bank="bank.v1")),
     ("bank-name", "65 characters", lambda case: principal(case, bank="b" * 65)),
     ("bank-name", "a digit first", lambda case: case.set(hindsight_banks_extra=["1team"])),
@@ -439,7 +439,7 @@ QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 
 
 @QUICK
-@given(values=st.fixed_dictionaries({name: ANY_TEXT for name in SECRETS}))
+@given(values=st.fixed_dictionaries(dict.fromkeys(SECRETS, ANY_TEXT)))
 def test_no_refusal_tells_a_secret(tmp_path: Path, values: dict[str, str]) -> None:
     marked = {name: f"~{value}~" for name, value in values.items()}
     case = good_case(tmp_path).set(**marked, **without(LLM, "hindsight_stack_llm_api_key"))

@@ -191,6 +191,7 @@ routes:
   elements: dict
 """
 
+import contextlib
 import grp
 import http.client
 import ipaddress
@@ -544,14 +545,10 @@ def space(text: str) -> dict:
 def identity(name: str, number: int, by_name, by_number, key: str) -> dict:
     """What the host knows of a user or group name and of a number."""
     found = {"name": name, "id": number, "id_of_name": None, "name_of_id": None}
-    try:
+    with contextlib.suppress(KeyError):
         found["id_of_name"] = getattr(by_name(name), key + "id")
-    except KeyError:
-        pass
-    try:
+    with contextlib.suppress(KeyError):
         found["name_of_id"] = by_number(number)[0]
-    except KeyError:
-        pass
     return found
 
 
