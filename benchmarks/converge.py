@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,21 +44,29 @@ def on_host(host: str, script: str) -> float:
 def remote_calls() -> int:
     """SSH executions of one no-op run."""
     done = subprocess.run(
-        ["./scripts/sandbox", "playbook", "site.yml", "-vvv"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["./scripts/sandbox", "playbook", "site.yml", "-vvv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return len(re.findall(r"SSH: EXEC", done.stdout))
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each measurement (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of each measurement (default: %(default)s)"
+    )
     repeat = parser.parse_args().repeat
     host = f"{os.environ.get('MEMORY_SANDBOX', 'memory-sandbox')}-host"
     site = ("./scripts/sandbox", "playbook", "site.yml")
 
-    def median(measure: object) -> float:
-        return statistics.median(measure() for _ in range(repeat))  # type: ignore[operator]
+    def median(measure: Callable[[], float]) -> float:
+        return statistics.median(measure() for _ in range(repeat))
 
     timed(*site)
     bare_noop = median(lambda: on_host(host, COMPOSE + "docker compose up -d --wait"))
@@ -66,13 +75,16 @@ def main() -> None:
     calls = remote_calls()
 
     empty = "docker ps -aq | xargs -r docker rm -f; docker image ls -q | xargs -r docker rmi -f; docker volume rm memory-postgres"
-    save = COMPOSE + "set | grep ^MEMORY_SECRETS_ > /root/variables"
-    bare_up = "set -a; . /root/variables; set +a; cd " + RELEASE + "; docker compose pull -q --policy always; docker compose up -d --wait"
+    save = COMPOSE + "export -p | grep MEMORY_SECRETS_ > /root/variables"
+    bare_up = (
+        f"cd {RELEASE}; . /root/variables; "
+        "for i in $(grep -o 'registry[^\"]*@sha256:[0-9a-f]*' compose.yaml | sort -u); do docker pull -q $i; done; "
+        "docker compose up -d --wait postgres embeddings; docker compose run --rm -T migrate; docker compose up -d --wait"
+    )
 
     def bare_cold() -> float:
         on_host(host, empty)
-        pull = "for i in $(grep -o 'registry[^\"]*@sha256:[0-9a-f]*' /var/lib/memory/current/compose.yaml | sort -u); do docker pull -q $i; done; "
-        return on_host(host, pull + "set -a; . /root/variables; set +a; cd " + RELEASE + "; docker compose run --rm -T migrate; docker compose up -d --wait")
+        return on_host(host, bare_up)
 
     def cold() -> float:
         on_host(host, empty)

@@ -292,7 +292,9 @@ class Workshop:
             _bad_recipe(recipe.directory, "has no config, so it is a base and no image")
         cached = self._load_product(recipe)
         if cached is not None:
-            built = time.strftime("%Y-%m-%d", time.gmtime(self._product_record(recipe).stat().st_mtime))
+            built = time.strftime(
+                "%Y-%m-%d", time.gmtime(self._product_record(recipe, self._compress).stat().st_mtime)
+            )
             self.say(f"{name}: unchanged since {built}, from the cache ({megabytes(cached.image.size)})")
             return cached
         started = time.monotonic()
@@ -357,26 +359,26 @@ class Workshop:
         """Remove the images that building left in the container engine."""
         with self._engine_lock:
             for reference in reversed(self._engine_images):
-                run(["docker", "image", "rm", "--force", reference], timeout=120, check=False)
+                run(["docker", "image", "rm", reference], timeout=120, check=False)
             self._engine_images.clear()
 
     def prune(self) -> None:
-        """Drop blobs and records that the present recipes do not lead to."""
+        """Drop blobs and records that the present recipes do not lead to, compressed or not."""
         keep: set[str] = set()
         records: set[Path] = set()
         for recipe_file in sorted((self.root / "images").glob("*/recipe.json")):
             recipe = self.recipe(recipe_file.parent.name)
-            if recipe.config is not None:
-                records.add(self._product_record(recipe))
-                product = self._load_product(recipe, any_age=True)
+            for compress in (False, True):
+                image_record = self._product_record(recipe, compress)
+                rootfs_record = self._rootfs_record(recipe, compress)
+                records.update((image_record, rootfs_record))
+                product = self._read_product(recipe, image_record)
                 if product is not None:
                     image = product.image
                     records.add(self._record_path("facts", image.index.digest))
                     keep.update(blob.digest for blob in (image.index, image.manifest, image.config))
                     keep.update(layer.blob.digest for layer in image.layers)
-            if recipe.debian is not None:
-                records.add(self._rootfs_record(recipe))
-                rootfs = self._load_rootfs(recipe, any_age=True)
+                rootfs = self._read_rootfs(rootfs_record)
                 if rootfs is not None:
                     keep.add(rootfs.layer.blob.digest)
         self.store.prune(keep)
@@ -389,26 +391,31 @@ class Workshop:
     def _record_path(self, kind: str, key: str) -> Path:
         return self._records / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
-    def _key(self, recipe_sha256: str) -> str:
-        return f"{recipe_sha256} {self.platform} {self._epoch} {self._compress}"
+    def _product_record(self, recipe: Recipe, compress: bool) -> Path:
+        key = f"{recipe.name} {recipe.sha256} {self.platform} {self._epoch} {compress}"
+        return self._record_path("image", key)
 
-    def _product_record(self, recipe: Recipe) -> Path:
-        return self._record_path("image", f"{recipe.name} {self._key(recipe.sha256)}")
+    def _rootfs_record(self, recipe: Recipe, compress: bool) -> Path:
+        inputs: list[Any] = [BUILD_FORMAT, str(self.platform), self._epoch, compress]
+        if recipe.debian is not None:
+            inputs.append(dataclasses.asdict(recipe.debian))
+            if recipe.debian.compile_python:
+                inputs.append(oci.sha256_file(self.root / "images" / "python" / "compile.py"))
+        return self._record_path("rootfs", json.dumps(inputs))
 
-    def _rootfs_record(self, recipe: Recipe) -> Path:
-        parts = json.dumps(dataclasses.asdict(recipe.debian)) if recipe.debian else ""
-        return self._record_path("rootfs", self._key(parts))
-
-    def _usable(self, record: Path, any_age: bool) -> bool:
-        return record.is_file() and (any_age or not self._refresh or record.name in self._fresh)
+    def _usable(self, record: Path) -> bool:
+        return not self._refresh or record.name in self._fresh
 
     def _write_record(self, record: Path, value: Mapping[str, Any]) -> None:
         _write_atomically(record, json.dumps(value, indent=1) + "\n")
         self._fresh.add(record.name)
 
-    def _load_product(self, recipe: Recipe, any_age: bool = False) -> Product | None:
-        record = self._product_record(recipe)
-        if not self._usable(record, any_age):
+    def _load_product(self, recipe: Recipe) -> Product | None:
+        record = self._product_record(recipe, self._compress)
+        return self._read_product(recipe, record) if self._usable(record) else None
+
+    def _read_product(self, recipe: Recipe, record: Path) -> Product | None:
+        if not record.is_file():
             return None
         value = json.loads(record.read_text())
         layers = tuple(_layer_from(item) for item in value["layers"])
@@ -429,7 +436,7 @@ class Workshop:
     def _save_product(self, product: Product) -> None:
         image = product.image
         self._write_record(
-            self._product_record(product.recipe),
+            self._product_record(product.recipe, self._compress),
             {
                 "tag": product.tag,
                 "index": dataclasses.astuple(image.index),
@@ -441,9 +448,12 @@ class Workshop:
             },
         )
 
-    def _load_rootfs(self, recipe: Recipe, any_age: bool = False) -> RootFs | None:
-        record = self._rootfs_record(recipe)
-        if not self._usable(record, any_age):
+    def _load_rootfs(self, recipe: Recipe) -> RootFs | None:
+        record = self._rootfs_record(recipe, self._compress)
+        return self._read_rootfs(record) if self._usable(record) else None
+
+    def _read_rootfs(self, record: Path) -> RootFs | None:
+        if not record.is_file():
             return None
         value = json.loads(record.read_text())
         layer = _layer_from(value["layer"])
@@ -482,7 +492,7 @@ class Workshop:
                 layer = oci.write_layer(self.store, tree, comment, self._epoch, self._compress)
         rootfs = RootFs(layer, packages)
         self._write_record(
-            self._rootfs_record(recipe),
+            self._rootfs_record(recipe, self._compress),
             {
                 "layer": dataclasses.astuple(layer),
                 "packages": [dataclasses.astuple(package) for package in packages],

@@ -41,6 +41,7 @@ class Checks:
     def __init__(self, sandbox: Sandbox, venv: Venv) -> None:
         self.outcomes: list[Outcome] = []
         self._venv = venv
+        self._state = sandbox.state
         self._results = sandbox.state / "test-results"
         self._results.mkdir(exist_ok=True)
         self._environment = {
@@ -100,16 +101,19 @@ class Checks:
         report = self._results / f"molecule-{scenario}.xml"
         report.unlink(missing_ok=True)
         words = [self._venv.program("molecule"), "test", "--scenario-name", scenario]
-        code, seconds = self._run(f"molecule: {scenario}", words)
+        # Molecule empties this directory, so it is one of its own, never the current one.
+        scratch = self._state / "molecule" / scenario
+        scratch.mkdir(parents=True, exist_ok=True)
+        code, seconds = self._run(f"molecule: {scenario}", words, MOLECULE_EPHEMERAL_DIRECTORY=str(scratch))
         self.outcomes.append(Outcome(f"molecule {scenario}", int(code == 0), int(code != 0), 0, seconds))
         if report.exists():
             self.outcomes.append(outcome_of(f"molecule {scenario}: verify", 0, report, 0.0))
 
-    def _run(self, title: str, words: Sequence[str]) -> tuple[int, float]:
+    def _run(self, title: str, words: Sequence[str], **extra: str) -> tuple[int, float]:
         print(f"== {title}", file=sys.stderr, flush=True)
         begin = time.monotonic()
         done = subprocess.run(
-            words, cwd=PROJECT, env=self._environment, stdin=subprocess.DEVNULL, check=False
+            words, cwd=PROJECT, env={**self._environment, **extra}, stdin=subprocess.DEVNULL, check=False
         )
         return done.returncode, time.monotonic() - begin
 

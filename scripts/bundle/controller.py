@@ -31,10 +31,17 @@ _CARRIED_APT_OPTIONS = re.compile(
 
 
 def state_dir() -> Path:
-    """Return the directory of everything the bundle keeps on this machine, made when absent."""
+    """Return the directory of everything the bundle keeps on this machine, made when absent.
+
+    Raises:
+        BundleError: it cannot be made, or this user may not write there.
+    """
     chosen = os.environ.get("MEMORY_SANDBOX_STATE", "")
     path = Path(chosen).absolute() if chosen else PROJECT / ".sandbox"
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _state_fault(path, error) from error
     return path
 
 
@@ -56,10 +63,26 @@ def prefix() -> str:
 
 @contextmanager
 def exclusive(state: Path, name: str) -> Iterator[None]:
-    """Hold the lock `name` of the state directory, waiting for another command that holds it."""
-    with (state / f"{name}.lock").open("w") as handle:
+    """Hold the lock `name` of the state directory, waiting for another command that holds it.
+
+    Raises:
+        BundleError: this user may not write in the state directory.
+    """
+    try:
+        handle = (state / f"{name}.lock").open("w")
+    except OSError as error:
+        raise _state_fault(state, error) from error
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def _state_fault(path: Path, error: OSError) -> BundleError:
+    return BundleError(
+        f"this user cannot write in the state directory {path}: {error.strerror}",
+        "keys, caches, logs and the Python environment are kept there; it belongs to whoever ran this first",
+        "run the command as that user (with sudo, if it was root), or name another in MEMORY_SANDBOX_STATE",
+    )
 
 
 # Packages

@@ -111,9 +111,10 @@ def remove(prefix: str) -> None:
     name = container_name(prefix)
     run(["docker", "rm", "--force", "--volumes", name], timeout=60, check=False)
     run(["docker", "volume", "rm", "--force", name], timeout=60, check=False)
-    listed = run(["docker", "image", "ls", "--quiet", "--no-trunc", name], timeout=60, check=False).stdout
-    for image in dict.fromkeys(listed.split()):
-        run(["docker", "image", "rm", "--force", image], timeout=120, check=False)
+    form = "{{.Repository}}:{{.Tag}}"
+    listed = run(["docker", "image", "ls", "--format", form, name], timeout=60, check=False).stdout
+    for reference in listed.split():
+        run(["docker", "image", "rm", reference], timeout=120, check=False)
 
 
 def ensure_certificates(directory: Path, address: str) -> None:

@@ -70,7 +70,9 @@ def _provided_certificate(good: Settings, now: float, private_key: str | None) -
     if good.has("memory_edge_names"):
         missing = [name for name in good["memory_edge_names"] if not covers(leaf, name)]
         if missing:
-            good.findings.add("tls-names", f"the certificate does not cover {', '.join(missing)[:SHOWN]}")
+            good.findings.add(
+                "tls-names", f"memory_edge_certificate_file does not cover {', '.join(missing)[:SHOWN]}"
+            )
     if good.has("memory_edge_certificate_sha256"):
         _pin(good, leaf)
     if good.has("memory_edge_private_key_file"):
@@ -83,12 +85,14 @@ def _chain(good: Settings, chain: Sequence[x509.Certificate]) -> None:
             issued.verify_directly_issued_by(issuer)
         except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
             good.findings.add(
-                "tls-chain", f"{_subject(issuer)} follows {_subject(issued)} in the file but did not sign it"
+                "tls-chain",
+                f"memory_edge_certificate_file: {_subject(issuer)} follows {_subject(issued)} in the file but did not sign it",
             )
             return
     if not _serves(chain[0]):
         good.findings.add(
-            "tls-chain", f"the first certificate, {_subject(chain[0])}, is not one for a server"
+            "tls-chain",
+            f"memory_edge_certificate_file: {_subject(chain[0])} comes first and is no certificate of a server",
         )
 
 
@@ -114,12 +118,13 @@ def _validity(good: Settings, chain: Sequence[x509.Certificate], now: float) -> 
     for certificate in chain:
         if moment > certificate.not_valid_after_utc:
             good.findings.add(
-                "tls-validity", f"{_subject(certificate)} expired at {certificate.not_valid_after_utc}"
+                "tls-validity",
+                f"memory_edge_certificate_file: {_subject(certificate)} expired at {certificate.not_valid_after_utc}",
             )
         elif moment < certificate.not_valid_before_utc:
             good.findings.add(
                 "tls-validity",
-                f"{_subject(certificate)} is not valid before {certificate.not_valid_before_utc}",
+                f"memory_edge_certificate_file: {_subject(certificate)} is not valid before {certificate.not_valid_before_utc}",
             )
 
 
@@ -164,7 +169,9 @@ def _key(good: Settings, leaf: x509.Certificate, private_key: str | None) -> Non
         return
     vaulted = raw.startswith(VAULT_HEADER)
     if not vaulted and mode & 0o077:
-        good.findings.add("tls-key-mode", f"{path} has the mode {mode & 0o7777:04o}")
+        good.findings.add(
+            "tls-key-mode", f"memory_edge_private_key_file: {path} has the mode {mode & 0o7777:04o}"
+        )
     data = private_key.encode() if private_key is not None else raw
     try:
         key = serialization.load_pem_private_key(data, password=None)
@@ -175,7 +182,9 @@ def _key(good: Settings, leaf: x509.Certificate, private_key: str | None) -> Non
         return
     encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     if key.public_key().public_bytes(encoding, form) != leaf.public_key().public_bytes(encoding, form):
-        good.findings.add("tls-key-mismatch", f"the key in {path} is not the key of {_subject(leaf)}")
+        good.findings.add(
+            "tls-key-mismatch", f"memory_edge_private_key_file: {path} is not the key of {_subject(leaf)}"
+        )
 
 
 def _registry_authorities(good: Settings) -> None:

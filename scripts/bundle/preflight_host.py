@@ -247,7 +247,8 @@ def _network(good: Settings, probe: Probe) -> None:
         if place["state"] == "absent":
             known = ", ".join(probe["addresses"][:12])
             good.findings.add(
-                "bind-absent", f"{place['address']} is not an address of the host, which has {known}"
+                "bind-absent",
+                f"memory_edge_bind_addresses: the host has no {place['address']}; it has {known}",
             )
         elif place["state"] == "busy" and not (
             place["holder"] and project and place["holder"]["project"] == project

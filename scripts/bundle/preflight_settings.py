@@ -38,6 +38,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
         "memory_activation_etc_dir": "path",
         "memory_activation_project": "str",
         "memory_activation_wait_seconds": "int",
+        "memory_activation_delete_data": "bool",
+        "memory_activation_delete_confirm": "str",
     },
     "memory_policy": {
         "memory_policy_dir": "path",
@@ -95,13 +97,12 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
 NOT_SETTINGS = frozenset(
     {
         "image_supply_images",
-        "memory_activation_delete_confirm",
-        "memory_activation_delete_data",
         "memory_activation_removed",
         "memory_activation_result",
         "memory_activation_staged",
         "memory_preflight_passed",
         "memory_preflight_probe",
+        "memory_readback_result",
         "memory_router_keys_result",
     }
 )
@@ -145,7 +146,7 @@ _BOOLEAN_TEXT = {
     "off": False,
     "0": False,
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {
+CHOICES: Mapping[str, tuple[str, ...]] = {
     "hindsight_stack_llm_provider": (
         "none", "openai", "anthropic", "gemini", "groq", "ollama", "lmstudio", "litellm", "claude-code",
     ),
@@ -267,7 +268,7 @@ def examine(settings: Mapping[str, Any], variables: Iterable[str], findings: Fin
     _unknown(variables, findings)
     for name, kind in kinds().items():
         _type(good, name, kind)
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if good.has(name) and good[name] not in choices:
             good.refuse(
                 name, "setting-choice", f"{name} is {_shown(good[name])}; there are {', '.join(choices)}"
@@ -499,29 +500,28 @@ def _engine_packages(good: Settings) -> None:
 @_check("container_engine_address_pools")
 def _address_pools(good: Settings) -> None:
     name = "container_engine_address_pools"
-    subnet = (
-        ipaddress.ip_network(good["hindsight_stack_origin_subnet"])
-        if good.has("hindsight_stack_origin_subnet")
-        else None
-    )
+    origin = good["hindsight_stack_origin_subnet"] if good.has("hindsight_stack_origin_subnet") else None
     for number, pool in enumerate(good[name], start=1):
-        try:
-            base = ipaddress.ip_network(pool["base"])
-            fits = (
-                set(pool) == {"base", "size"}
-                and _is_number(pool["size"])
-                and base.prefixlen <= pool["size"] <= 30
-            )
-        except (KeyError, ValueError, TypeError):
-            fits = False
-        if not fits:
+        base = _pool_network(pool)
+        if base is None:
             good.refuse(name, "address-pools", f"{name}: entry {number} is no pool of the form base, size")
             return
-        if subnet is not None and base.version == 4 and base.overlaps(subnet):
+        if origin is not None and base.version == 4 and base.overlaps(ipaddress.IPv4Network(origin)):
             good.refuse(
-                name, "address-pools", f"{name}: entry {number} ({base}) covers the origin subnet {subnet}"
+                name, "address-pools", f"{name}: entry {number} ({base}) covers the origin subnet {origin}"
             )
             return
+
+
+def _pool_network(pool: Mapping[str, Any]) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """The network of an address pool, or None when the pool is not of the form that the engine reads."""
+    if set(pool) != {"base", "size"} or not isinstance(pool["base"], str) or not _is_number(pool["size"]):
+        return None
+    try:
+        base = ipaddress.ip_network(pool["base"])
+    except ValueError:
+        return None
+    return base if base.prefixlen <= pool["size"] <= base.max_prefixlen - 2 else None
 
 
 @_check(

@@ -14,7 +14,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="memoryctl", description="Operate the memory service of this host.")
     top.add_argument("--state-dir", default=str(DEFAULT_STATE), help="state directory (default: %(default)s)")
-    top.add_argument("--etc-dir", default=str(DEFAULT_ETC), help="configuration directory (default: %(default)s)")
+    top.add_argument(
+        "--etc-dir", default=str(DEFAULT_ETC), help="configuration directory (default: %(default)s)"
+    )
     top.add_argument("--json", action="store_true", help="print one JSON document")
     verbs = top.add_subparsers(dest="verb", required=True)
     verbs.add_parser("readback", help="ask every gate of the current release")
@@ -29,10 +31,14 @@ def text(verb: str, result: commands.Data) -> str:
     if verb == "status":
         lines = [f"release {result['release'] or 'none'}, committed {result['committed_at'] or 'never'}"]
         lines += [
-            f"  {name:<11} {item['status']} {item['health']} since {item['since'][:19]}Z" for name, item in result["services"].items()
+            f"  {name:<11} {item['status']} {item['health']} since {item['since'][:19]}Z"
+            for name, item in result["services"].items()
         ]
         return "\n".join(lines)
-    lines = [f"{item['verdict']:<14} {item['id']:<22} {item['latency_ms']:>6} ms  {item['proves']}" for item in result["gates"]]
+    lines = [
+        f"{item['verdict']:<14} {item['id']:<22} {item['latency_ms']:>6} ms  {item['proves']}"
+        for item in result["gates"]
+    ]
     lines += [
         f"  {item['id']}: expected {item['expected']}, observed {item['observed']}"
         for item in result["gates"]

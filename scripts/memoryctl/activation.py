@@ -55,7 +55,11 @@ def differences(
             reasons.append(f"the definition or a secret of {service} changed")
         elif container.status != "running" or container.health != "healthy":
             reasons.append(f"{service} is {container.status}, {container.health}")
-    reasons += [f"{service} is not part of the release" for service in running if service not in subject.manifest["service_images"]]
+    reasons += [
+        f"{service} is not part of the release"
+        for service in running
+        if service not in subject.manifest["service_images"]
+    ]
     return reasons
 
 
@@ -83,7 +87,13 @@ def activate(layout: Layout, release_id: str) -> Outcome:
             journal.append(layout, "failed", release=release_id, gate=error.gate, reason=error.what)
             raise
         files.replace_symlink(layout.current, f"releases/{release_id}")
-        journal.append(layout, "committed", release=release_id, gates=len(gates), fingerprints=fingerprints(layout, subject))
+        journal.append(
+            layout,
+            "committed",
+            release=release_id,
+            gates=len(gates),
+            fingerprints=fingerprints(layout, subject),
+        )
         return Outcome(release_id, reasons, changed, gates)
 
 
@@ -164,7 +174,11 @@ def _publish_edge_ca(layout: Layout, subject: Release) -> list[str]:
             Exit.FAILED,
         )
     target = layout.edge / "ca.crt"
-    return [str(target)] if files.ensure_file(target, source.read_bytes(), files.ROOT_PUBLIC, check=False) else []
+    return (
+        [str(target)]
+        if files.ensure_file(target, source.read_bytes(), files.ROOT_PUBLIC, check=False)
+        else []
+    )
 
 
 def _await_edge(layout: Layout, subject: Release, compose: engine.Compose) -> None:
@@ -185,7 +199,9 @@ def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[di
 
 def gate_failure(bad: Sequence[readback.Verdict]) -> Refused:
     """The refusal that names the gates that did not pass."""
-    lines = "\n    ".join(f"{item.id}: {item.verdict}, expected {item.expected}, observed {item.observed}" for item in bad)
+    lines = "\n    ".join(
+        f"{item.id}: {item.verdict}, expected {item.expected}, observed {item.observed}" for item in bad
+    )
     asked = any(item.verdict == "fail" for item in bad)
     return Refused(
         f"readback/{bad[0].id}",

@@ -52,7 +52,9 @@ def ensure_paths(layout: Layout, given: Data, check: bool) -> Data:
 
 def ensure_images(layout: Layout, given: Data, check: bool) -> Data:
     """Registry authorities, and images by digest. Input `authorities`, `references`, `timeout_seconds`."""
-    return _changes(images.ensure(given["authorities"], given["references"], float(given["timeout_seconds"]), check))
+    return _changes(
+        images.ensure(given["authorities"], given["references"], float(given["timeout_seconds"]), check)
+    )
 
 
 def ensure_secrets(layout: Layout, given: Data, check: bool) -> Data:
@@ -64,7 +66,9 @@ def ensure_secrets(layout: Layout, given: Data, check: bool) -> Data:
 
 def ensure_material(layout: Layout, given: Data, check: bool) -> Data:
     """Files from the controller for one consumer, such as a certificate. Input `consumer`, `gid`, `given` (text by name)."""
-    return _changes(secretstore.ensure_material(layout, given["consumer"], int(given["gid"]), given["given"], check))
+    return _changes(
+        secretstore.ensure_material(layout, given["consumer"], int(given["gid"]), given["given"], check)
+    )
 
 
 def ensure_policy(layout: Layout, given: Data, check: bool) -> Data:
@@ -94,7 +98,9 @@ def activate(layout: Layout, given: Data, check: bool) -> Data:
     if check:
         current = release.current_id(layout)
         if current != given["release"]:
-            return _changes([f"release {given['release'][:12]} in place of {(current or 'none')[:12]}"], gates=[])
+            return _changes(
+                [f"release {given['release'][:12]} in place of {(current or 'none')[:12]}"], gates=[]
+            )
         subject = release.load(layout, given["release"])
         compose = activation.compose_for(layout, subject)
         running = engine.containers(compose.project)
@@ -124,7 +130,12 @@ def status(layout: Layout, given: Data, check: bool) -> Data:
         "release": current,
         "committed_at": committed["at"] if committed else None,
         "services": {
-            name: {"status": item.status, "health": item.health, "since": item.started_at, "image": item.image_reference}
+            name: {
+                "status": item.status,
+                "health": item.health,
+                "since": item.started_at,
+                "image": item.image_reference,
+            }
             for name, item in sorted(containers.items())
         },
     }
@@ -138,7 +149,12 @@ def remove(layout: Layout, given: Data, check: bool) -> Data:
 def _current(layout: Layout) -> release.Release:
     current = release.current_id(layout)
     if current is None:
-        raise Refused("release", "this host has no committed release", "there is nothing to ask", "run playbooks/site.yml")
+        raise Refused(
+            "release",
+            "this host has no committed release",
+            "there is nothing to ask",
+            "run playbooks/site.yml",
+        )
     return release.load(layout, current)
 
 

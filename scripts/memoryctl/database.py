@@ -20,7 +20,9 @@ select current_setting('server_version_num')::int / 10000,
        coalesce((select extversion from pg_extension where extname = 'vector'), ''),
        to_regclass('public.alembic_version') is not null;
 """
-HEAD_QUERY = "select coalesce(string_agg(version_num, ',' order by version_num), '') from public.alembic_version;"
+HEAD_QUERY = (
+    "select coalesce(string_agg(version_num, ',' order by version_num), '') from public.alembic_version;"
+)
 TIMEOUT = 30.0
 
 
@@ -40,7 +42,9 @@ def query(compose: Compose, sql: str) -> str:
         Refused: the login was refused, or the query failed.
     """
     try:
-        return compose.exec(SERVICE, ["sh", "-c", CONNECT], stdin=sql.encode(), timeout=TIMEOUT, gate="database").strip()
+        return compose.exec(
+            SERVICE, ["sh", "-c", CONNECT], stdin=sql.encode(), timeout=TIMEOUT, gate="database"
+        ).strip()
     except Refused as error:
         if "password authentication failed" not in error.what:
             raise

@@ -51,7 +51,8 @@ def inspect_images(references: Sequence[str]) -> dict[str, dict[str, Any] | None
 def containers(project: str) -> dict[str, Container]:
     """Service containers of a Compose project by service name (one-off containers are left out)."""
     listed = process.run(
-        ["docker", "ps", "-aq", "--no-trunc", "--filter", f"label={PROJECT_LABEL}={project}"], timeout=INSPECT_TIMEOUT
+        ["docker", "ps", "-aq", "--no-trunc", "--filter", f"label={PROJECT_LABEL}={project}"],
+        timeout=INSPECT_TIMEOUT,
     ).out.split()
     if not listed:
         return {}
@@ -84,7 +85,19 @@ class Compose:
 
     def _run(self, *arguments: str, timeout: float, gate: str, check: bool = True) -> process.Output:
         return process.run(
-            ["docker", "compose", "--ansi", "never", "--progress", "quiet", "-p", self.project, "-f", str(self.file), *arguments],
+            [
+                "docker",
+                "compose",
+                "--ansi",
+                "never",
+                "--progress",
+                "quiet",
+                "-p",
+                self.project,
+                "-f",
+                str(self.file),
+                *arguments,
+            ],
             extra_env=self.variables,
             timeout=timeout,
             gate=gate,
@@ -93,7 +106,9 @@ class Compose:
 
     def config_hashes(self) -> dict[str, str]:
         """The hash by which Compose decides whether a service's container has to be replaced."""
-        lines = self._run("--profile", "*", "config", "--hash", "*", timeout=60, gate="compose").out.splitlines()
+        lines = self._run(
+            "--profile", "*", "config", "--hash", "*", timeout=60, gate="compose"
+        ).out.splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
     def up(self, services: Sequence[str], timeout: int, gate: str) -> None:
@@ -111,7 +126,9 @@ class Compose:
             "--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate
         ).out
 
-    def exec(self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str) -> str:
+    def exec(
+        self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str
+    ) -> str:
         """Run `argv` in the running container of `service`."""
         listing = ["docker", "ps", "-q", "--filter", f"label={PROJECT_LABEL}={self.project}"]
         found = process.run([*listing, "--filter", f"label={SERVICE_LABEL}={service}"], gate=gate).out.split()
@@ -123,4 +140,6 @@ class Compose:
                 "look at `memoryctl status`, then run playbooks/site.yml",
                 Exit.COULD_NOT_ASK,
             )
-        return process.run(["docker", "exec", "-i", found[0], *argv], stdin=stdin, timeout=timeout, gate=gate).out
+        return process.run(
+            ["docker", "exec", "-i", found[0], *argv], stdin=stdin, timeout=timeout, gate=gate
+        ).out

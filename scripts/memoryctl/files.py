@@ -76,7 +76,10 @@ def require_kind(path: Path, kind: str) -> bool:
         )
     if not (stat.S_ISDIR(mode) if kind == "directory" else stat.S_ISREG(mode)):
         raise Refused(
-            "paths", f"{path} is not a {kind}", "the bundle would write into something it does not own", f"remove {path}"
+            "paths",
+            f"{path} is not a {kind}",
+            "the bundle would write into something it does not own",
+            f"remove {path}",
         )
     return True
 

@@ -23,7 +23,9 @@ class Hindsight:
     def call(self, method: str, path: str, body: Any = None, timeout: float = 30.0) -> Answer:
         """One authenticated call below `/v1/default`."""
         headers = {"Authorization": f"Bearer {self.key}"}
-        return self.endpoint.request(method, f"/v1/default{path}", headers=headers, body=body, timeout=timeout)
+        return self.endpoint.request(
+            method, f"/v1/default{path}", headers=headers, body=body, timeout=timeout
+        )
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         answer = self.call(method, path, body)

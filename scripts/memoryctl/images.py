@@ -11,7 +11,9 @@ from .errors import Refused
 REGISTRY_AUTHORITIES = Path("/etc/docker/certs.d")
 
 
-def ensure(authorities: Mapping[str, str], references: Sequence[str], timeout: float, check: bool) -> list[str]:
+def ensure(
+    authorities: Mapping[str, str], references: Sequence[str], timeout: float, check: bool
+) -> list[str]:
     """Trust the given registry authorities (PEM by `host:port`) and pull what is missing. Returns what changes.
 
     Raises:
@@ -36,7 +38,9 @@ def ensure(authorities: Mapping[str, str], references: Sequence[str], timeout: f
 
 def _held(references: Sequence[str], check: bool) -> dict[str, bool]:
     try:
-        return {reference: found is not None for reference, found in engine.inspect_images(references).items()}
+        return {
+            reference: found is not None for reference, found in engine.inspect_images(references).items()
+        }
     except Refused:
         if check:
             # On a host that does not have the engine yet every image would be fetched.

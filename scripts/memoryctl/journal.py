@@ -98,6 +98,8 @@ def exclusive(layout: Layout, purpose: str) -> Iterator[None]:
                 Exit.BUSY,
             ) from error
         handle.truncate(0)
-        handle.write(f"{purpose}, process {os.getpid()}, since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n")
+        handle.write(
+            f"{purpose}, process {os.getpid()}, since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
+        )
         handle.flush()
         yield

@@ -45,10 +45,15 @@ def run(
     env = {**os.environ, "LC_ALL": "C.UTF-8", **(extra_env or {})}
     shown = " ".join(argv)
     try:
-        done = subprocess.run(argv, input=stdin or b"", capture_output=True, env=env, timeout=timeout, check=False)
+        done = subprocess.run(
+            argv, input=stdin or b"", capture_output=True, env=env, timeout=timeout, check=False
+        )
     except FileNotFoundError as error:
         raise Refused(
-            gate, f"{argv[0]} is not installed", f"it is needed for: {shown}", "run playbooks/site.yml on this host"
+            gate,
+            f"{argv[0]} is not installed",
+            f"it is needed for: {shown}",
+            "run playbooks/site.yml on this host",
         ) from error
     except subprocess.TimeoutExpired as error:
         raise Refused(
@@ -58,7 +63,9 @@ def run(
             "look at the engine and at the load of this host, then run again",
             Exit.COULD_NOT_ASK,
         ) from error
-    result = Output(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    result = Output(
+        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    )
     if check and result.code != 0:
         tail = "\n    ".join((result.err.strip() or result.out.strip()).splitlines()[-TAIL_LINES:])
         raise Refused(

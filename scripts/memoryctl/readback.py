@@ -133,7 +133,9 @@ class Context:
     @cached_property
     def edge(self) -> Endpoint:
         settings = self.manifest["edge"]
-        return Endpoint(settings["bind_addresses"][0], settings["port"], self._tls(settings), settings["names"][0])
+        return Endpoint(
+            settings["bind_addresses"][0], settings["port"], self._tls(settings), settings["names"][0]
+        )
 
     def _tls(self, settings: Mapping[str, Any]) -> ssl.SSLContext:
         authority = self.layout.edge / "ca.crt"
@@ -149,7 +151,13 @@ class Context:
     def upstream(self) -> hindsight.Hindsight:
         return upstream_client(self.layout, self.release)
 
-    def post(self, body: Any, key: str | None = None, target: str = MEMORY, headers: Mapping[str, str] | None = None) -> Answer:
+    def post(
+        self,
+        body: Any,
+        key: str | None = None,
+        target: str = MEMORY,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """POST through the edge with the canary's key, another key, or none (an empty string)."""
         secret = self.key if key is None else key
         authorization = {"Authorization": f"Bearer {secret}"} if secret else {}
@@ -206,7 +214,9 @@ def run(context: Context) -> list[Verdict]:
         except (CouldNotAsk, Refused, OSError, ValueError, KeyError, TypeError) as error:
             finding, word = Finding("an answer", f"{type(error).__name__}: {error}"), "could-not-ask"
         latency = round((time.monotonic() - started) * 1000)
-        verdicts.append(Verdict(gate_id, known.proves, finding.expected, finding.observed[:500], word, latency))
+        verdicts.append(
+            Verdict(gate_id, known.proves, finding.expected, finding.observed[:500], word, latency)
+        )
     return verdicts
 
 
@@ -226,7 +236,9 @@ def as_records(verdicts: list[Verdict]) -> list[dict[str, Any]]:
 @gate("running-images", "every container runs the image that the lock names")
 def _running_images(context: Context) -> Finding:
     expected = dict(context.manifest["service_images"])
-    return Finding(_words(expected), _words({name: item.image_reference for name, item in context.containers.items()}))
+    return Finding(
+        _words(expected), _words({name: item.image_reference for name, item in context.containers.items()})
+    )
 
 
 @gate("local-digests", "the engine holds those images under the digest of the lock, or a child of it")
@@ -245,7 +257,10 @@ def _local_digests(context: Context) -> Finding:
 @gate("containers-healthy", "every service runs and its health check passes")
 def _containers_healthy(context: Context) -> Finding:
     expected = dict.fromkeys(context.manifest["service_images"], "running healthy")
-    return Finding(_words(expected), _words({name: f"{item.status} {item.health}" for name, item in context.containers.items()}))
+    return Finding(
+        _words(expected),
+        _words({name: f"{item.status} {item.health}" for name, item in context.containers.items()}),
+    )
 
 
 @gate("schema-head", "the database is at the migration head of the locked Hindsight image")
@@ -256,17 +271,24 @@ def _schema_head(context: Context) -> Finding:
 @gate("api-version", "the Hindsight version of the lock answers")
 def _api_version(context: Context) -> Finding:
     answer = asked(context.upstream.endpoint.request("GET", "/version"))
-    return Finding(context.manifest["hindsight"]["api_version"], str((answer.json() or {}).get("api_version")))
+    return Finding(
+        context.manifest["hindsight"]["api_version"], str((answer.json() or {}).get("api_version"))
+    )
 
 
 @gate("router-version", "the router version of the lock answers through the edge")
 def _router_version(context: Context) -> Finding:
     client = {"name": "memoryctl", "version": "1"}
-    result = context.rpc("initialize", {"protocolVersion": MCP_VERSION, "capabilities": {}, "clientInfo": client})
+    result = context.rpc(
+        "initialize", {"protocolVersion": MCP_VERSION, "capabilities": {}, "clientInfo": client}
+    )
     return Finding(context.manifest["router"]["version"], result["serverInfo"]["version"])
 
 
-@gate("edge-certificate", "the certificate is the declared one, or one that the declared authority issued for the name")
+@gate(
+    "edge-certificate",
+    "the certificate is the declared one, or one that the declared authority issued for the name",
+)
 def _edge_certificate(context: Context) -> Finding:
     answer = asked(context.edge.request("GET", "/"))
     declared = context.manifest["edge"]["certificate_sha256"]
@@ -284,7 +306,9 @@ def _edge_paths(context: Context) -> Finding:
     open_targets = []
     for target in CLOSED_TARGETS:
         for method in ("GET", "POST"):
-            answer = asked(context.edge.request(method, target, headers=key, body=b"" if method == "GET" else {}))
+            answer = asked(
+                context.edge.request(method, target, headers=key, body=b"" if method == "GET" else {})
+            )
             if answer.status != 404:
                 open_targets.append(f"{method} {target}: {answer.status}")
     return Finding("all closed", "; ".join(open_targets) or "all closed")
@@ -320,7 +344,10 @@ def _upstream_key(context: Context) -> Finding:
 @gate("upstream-mcp-off", "Hindsight's own MCP endpoint is off")
 def _upstream_mcp_off(context: Context) -> Finding:
     endpoint = context.upstream.endpoint
-    answers = [asked(endpoint.request("GET", "/mcp")).status, asked(endpoint.request("POST", "/mcp/", body={})).status]
+    answers = [
+        asked(endpoint.request("GET", "/mcp")).status,
+        asked(endpoint.request("POST", "/mcp/", body={})).status,
+    ]
     return Finding("[404, 404]", str(answers))
 
 
@@ -329,7 +356,9 @@ def _upstream_mcp_off(context: Context) -> Finding:
 
 @gate("no-key", "a call without a key is refused")
 def _no_key(context: Context) -> Finding:
-    return Finding("401 authentication_error", refusal(context.post(context.operation("recall", {"query": "x"}), key="")))
+    return Finding(
+        "401 authentication_error", refusal(context.post(context.operation("recall", {"query": "x"}), key=""))
+    )
 
 
 @gate("wrong-key", "a call with an unknown key is refused")
@@ -384,7 +413,10 @@ def _large_body(context: Context) -> Finding:
 # --- policy directory -----------------------------------------------------------------------------------------------------
 
 
-@gate("policy-directory", "the policy directory and its file have exactly the declared type, owner, group, mode and links")
+@gate(
+    "policy-directory",
+    "the policy directory and its file have exactly the declared type, owner, group, mode and links",
+)
 def _policy_directory(context: Context) -> Finding:
     settings = context.manifest["policy"]
     directory = Path(settings["directory"])
@@ -406,7 +438,9 @@ def _policy_readable(context: Context) -> Finding:
         "writable = os.access(path, os.W_OK) or os.access('/run/anvil-memory', os.W_OK)\n"
         "print('uid', os.getuid(), 'readable', readable, 'writable', writable)\n"
     )
-    observed = context.compose.exec("router", ["python3", "-"], stdin=probe.encode(), gate="policy-readable").strip()
+    observed = context.compose.exec(
+        "router", ["python3", "-"], stdin=probe.encode(), gate="policy-readable"
+    ).strip()
     return Finding(f"uid {context.manifest['router']['uid']} readable True writable False", observed)
 
 
@@ -461,7 +495,10 @@ def _recall(context: Context) -> Finding:
 
 @gate("mcp-tools", "MCP offers exactly the three memory tools, for the canary's alias alone")
 def _mcp_tools(context: Context) -> Finding:
-    tools = {tool["name"]: tool["inputSchema"]["properties"]["alias"] for tool in context.rpc("tools/list", {})["tools"]}
+    tools = {
+        tool["name"]: tool["inputSchema"]["properties"]["alias"]
+        for tool in context.rpc("tools/list", {})["tools"]
+    }
     aliases = {json.dumps(alias.get("enum")) for alias in tools.values()}
     expected = "memory_recall memory_reflect memory_retain for " + json.dumps([context.canary["alias"]])
     return Finding(expected, " ".join(sorted(tools)) + " for " + " and ".join(sorted(aliases)))
@@ -503,7 +540,11 @@ def _no_secret_in_inspect(context: Context) -> Finding:
         raise CouldNotAsk("no container of the project exists")
     text = process.run(["docker", "inspect", *listed], timeout=engine.INSPECT_TIMEOUT).out
     store = context.layout.secrets / "store"
-    found = [path.name for path in sorted(store.iterdir()) if path.name != "fingerprint-key" and _value(path) in text]
+    found = [
+        path.name
+        for path in sorted(store.iterdir())
+        if path.name != "fingerprint-key" and _value(path) in text
+    ]
     return Finding("none", ", ".join(found) or "none")
 
 

@@ -112,7 +112,10 @@ def load(layout: Layout, release_id: str) -> Release:
     directory = layout.release(release_id)
     if not files.require_kind(directory, "directory"):
         raise Refused(
-            "release", f"there is no release {release_id} on this host", "nothing can be activated", "run playbooks/site.yml"
+            "release",
+            f"there is no release {release_id} on this host",
+            "nothing can be activated",
+            "run playbooks/site.yml",
         )
     contents = _read_tree(directory)
     if files.tree_hash(contents) != release_id:
@@ -153,8 +156,8 @@ def ensure_command(layout: Layout, check: bool) -> list[str]:
     program = (
         "#!/bin/sh\n"
         "# Runs the program of the committed release; it needs nothing but the system's Python.\n"
-        f"exec python3 -B -s -c 'import sys; sys.path.insert(0, \"{layout.current}\"); "
-        "from memoryctl.__main__ import main; sys.exit(main())' \"$@\"\n"
+        f'exec python3 -B -s -c \'import sys; sys.path.insert(0, "{layout.current}"); '
+        'from memoryctl.__main__ import main; sys.exit(main())\' "$@"\n'
     )
     want = files.Ownership(files.ROOT_PUBLIC.uid, files.ROOT_PUBLIC.gid, 0o755)
     return [str(COMMAND)] if files.ensure_file(COMMAND, program.encode(), want, check) else []

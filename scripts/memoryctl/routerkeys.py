@@ -42,7 +42,12 @@ class Principal:
     @property
     def grant(self) -> dict[str, Any]:
         """What the key allows; a receipt with another grant does not fit this principal."""
-        return {"alias": self.alias, "paths": sorted(self.paths), "rpm": self.rpm, "expires_days": self.expires_days}
+        return {
+            "alias": self.alias,
+            "paths": sorted(self.paths),
+            "rpm": self.rpm,
+            "expires_days": self.expires_days,
+        }
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,31 @@ class Store:
         configuration = self.layout.config / "router-keys"
         return process.run(
             [
-                *("docker", "run", "--rm", "--pull", "never", "--network", "none", "--read-only", "--tmpfs", "/tmp"),
+                *(
+                    "docker",
+                    "run",
+                    "--rm",
+                    "--pull",
+                    "never",
+                    "--network",
+                    "none",
+                    "--read-only",
+                    "--tmpfs",
+                    "/tmp",
+                ),
                 *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--log-driver", "none"),
                 *("--user", f"{self.uid}:{self.gid}"),
                 *("--mount", f"type=bind,source={self.directory},target={STORE_IN_CONTAINER}"),
                 *("--mount", f"type=bind,source={configuration},target=/etc/anvil,readonly"),
-                *(self.image, "anvil-serving", "router", "keys", *arguments, "--config", "/etc/anvil/config.toml"),
+                *(
+                    self.image,
+                    "anvil-serving",
+                    "router",
+                    "keys",
+                    *arguments,
+                    "--config",
+                    "/etc/anvil/config.toml",
+                ),
             ],
             timeout=COMMAND_TIMEOUT,
             gate="router-keys",
@@ -113,7 +137,9 @@ def ensure(store: Store, principals: Sequence[Principal], check: bool) -> tuple[
     ):
         if files.ensure_directory(directory, want, check):
             changed.append(str(directory))
-    configuration = f'[server]\nauth_env = "ANVIL_ROUTER_TOKEN"\napi_keys_path = "{STORE_IN_CONTAINER}/{STORE_FILE}"\n'
+    configuration = (
+        f'[server]\nauth_env = "ANVIL_ROUTER_TOKEN"\napi_keys_path = "{STORE_IN_CONTAINER}/{STORE_FILE}"\n'
+    )
     target = layout.config / "router-keys" / "config.toml"
     if files.ensure_file(target, configuration.encode(), files.ROOT_PUBLIC, check):
         changed.append(str(target))
@@ -144,7 +170,9 @@ def _receipt(layout: Layout, principal: Principal) -> dict[str, Any] | None:
     return receipt
 
 
-def _usable(layout: Layout, principal: Principal, receipt: dict[str, Any], rows: dict[str, dict[str, Any]]) -> bool:
+def _usable(
+    layout: Layout, principal: Principal, receipt: dict[str, Any], rows: dict[str, dict[str, Any]]
+) -> bool:
     """Whether the receipt, the secret file and the store agree. A disagreement is refused, not repaired by a new key."""
     secret = layout.device_keys / f"{principal.name}.key"
     row = rows.get(receipt["key_id"])
@@ -181,7 +209,17 @@ def _create(store: Store, principal: Principal) -> str:
     expiry = ["--expires-days", str(principal.expires_days)] if principal.expires_days else []
     answer = json.loads(
         store.command(
-            *("create", "--name", principal.name, "--model", principal.alias, *endpoints, "--rpm", str(principal.rpm), *expiry),
+            *(
+                "create",
+                "--name",
+                principal.name,
+                "--model",
+                principal.alias,
+                *endpoints,
+                "--rpm",
+                str(principal.rpm),
+                *expiry,
+            ),
             *("--out", f"{STORE_IN_CONTAINER}/{OUTBOX}/{principal.name}"),
         )
     )
@@ -197,7 +235,10 @@ def _create(store: Store, principal: Principal) -> str:
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     files.ensure_file(
-        layout.device_keys / f"{principal.name}.json", files.canonical(receipt) + b"\n", files.ROOT_PRIVATE, check=False
+        layout.device_keys / f"{principal.name}.json",
+        files.canonical(receipt) + b"\n",
+        files.ROOT_PRIVATE,
+        check=False,
     )
     outbox.unlink()
     key_id: str = answer["key_id"]

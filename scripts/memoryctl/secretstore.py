@@ -86,11 +86,20 @@ def render(item: ConsumerFile, values: Mapping[str, str]) -> bytes:
         (name,) = item.entries.values()
         return values[name].encode()
     if item.format == "dotenv":
-        return "".join(f"{key}={dotenv_quote(values[name])}\n" for key, name in sorted(item.entries.items())).encode()
+        return "".join(
+            f"{key}={dotenv_quote(values[name])}\n" for key, name in sorted(item.entries.items())
+        ).encode()
     if item.format == "pgpass":
-        lines = (f"*:*:*:{user}:{pgpass_escape(values[name])}\n" for user, name in sorted(item.entries.items()))
+        lines = (
+            f"*:*:*:{user}:{pgpass_escape(values[name])}\n" for user, name in sorted(item.entries.items())
+        )
         return "".join(lines).encode()
-    raise Refused("secret-format", f"unknown format {item.format}", "the file cannot be rendered", "use raw, dotenv or pgpass")
+    raise Refused(
+        "secret-format",
+        f"unknown format {item.format}",
+        "the file cannot be rendered",
+        "use raw, dotenv or pgpass",
+    )
 
 
 def read_source(path: Path) -> str | None:
@@ -102,7 +111,11 @@ def read_source(path: Path) -> str | None:
 
 
 def ensure(
-    layout: Layout, wanted: Sequence[str], given: Mapping[str, str], consumers: Sequence[Consumer], check: bool
+    layout: Layout,
+    wanted: Sequence[str],
+    given: Mapping[str, str],
+    consumers: Sequence[Consumer],
+    check: bool,
 ) -> list[str]:
     """Make sources and consumer files exist. Returns the paths that change.
 
@@ -118,7 +131,9 @@ def ensure(
     values: dict[str, str] = {}
     for name in wanted:
         if not NAME.fullmatch(name):
-            raise Refused("secret-value", f"{name!r} is no secret name", "it becomes a file name", "use a-z, 0-9 and -")
+            raise Refused(
+                "secret-value", f"{name!r} is no secret name", "it becomes a file name", "use a-z, 0-9 and -"
+            )
         value = given.get(name) or read_source(store / name) or secrets.token_urlsafe(GENERATED_BYTES)
         refuse_unusable(name, value)
         values[name] = value
@@ -142,7 +157,9 @@ def ensure(
     return changed
 
 
-def ensure_material(layout: Layout, consumer: str, gid: int, texts: Mapping[str, str], check: bool) -> list[str]:
+def ensure_material(
+    layout: Layout, consumer: str, gid: int, texts: Mapping[str, str], check: bool
+) -> list[str]:
     """Make the directory of `consumer` hold exactly the files `texts`, readable by its group. Returns what changes."""
     directory = layout.secrets / consumer
     changed = []

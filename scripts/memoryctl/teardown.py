@@ -16,8 +16,16 @@ def remove(layout: Layout, project: str, delete_data: bool, check: bool) -> list
     label = f"{engine.PROJECT_LABEL}={project}"
     changed = []
     for kind, listing, removal in (
-        ("container", ["docker", "ps", "-aq", "--filter", f"label={label}"], ["docker", "rm", "--force", "--volumes"]),
-        ("network", ["docker", "network", "ls", "-q", "--filter", f"label={label}"], ["docker", "network", "rm"]),
+        (
+            "container",
+            ["docker", "ps", "-aq", "--filter", f"label={label}"],
+            ["docker", "rm", "--force", "--volumes"],
+        ),
+        (
+            "network",
+            ["docker", "network", "ls", "-q", "--filter", f"label={label}"],
+            ["docker", "network", "rm"],
+        ),
     ):
         found = process.run(listing, gate="teardown").out.split()
         changed += [f"{kind} {identity}" for identity in found]
@@ -36,7 +44,9 @@ def remove(layout: Layout, project: str, delete_data: bool, check: bool) -> list
 
 
 def _delete_data(layout: Layout, label: str, check: bool) -> list[str]:
-    volumes = process.run(["docker", "volume", "ls", "-q", "--filter", f"label={label}"], gate="teardown").out.split()
+    volumes = process.run(
+        ["docker", "volume", "ls", "-q", "--filter", f"label={label}"], gate="teardown"
+    ).out.split()
     changed = [f"volume {name}" for name in volumes]
     if volumes and not check:
         process.run(["docker", "volume", "rm", *volumes], gate="teardown")

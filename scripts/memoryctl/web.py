@@ -63,7 +63,11 @@ class Endpoint:
         payload = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         all_headers = {"Host": self.server_name or self.address, **(headers or {})}
         if method != "GET" or payload:
-            all_headers = {"Content-Type": "application/json", "Content-Length": str(len(payload)), **all_headers}
+            all_headers = {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(payload)),
+                **all_headers,
+            }
         started = time.monotonic()
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout)
         certificate = ""
@@ -90,7 +94,10 @@ class Endpoint:
             )
         except (OSError, http.client.HTTPException) as error:
             return Answer(
-                0, error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started, certificate_sha256=certificate
+                0,
+                error=f"{type(error).__name__}: {error}",
+                seconds=time.monotonic() - started,
+                certificate_sha256=certificate,
             )
         finally:
             connection.close()

@@ -23,7 +23,9 @@ def run(
     *argv: str, cwd: Path = ROOT, timeout: float = 15 * MINUTES, check: bool = True, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of an operator and keep what it prints."""
-    done = subprocess.run(argv, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        argv, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=timeout, check=False
+    )
     if check:
         assert done.returncode == 0, f"{' '.join(argv)[:300]}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return done
@@ -47,11 +49,17 @@ class Sandbox:
         """Run a playbook against the sandbox."""
         return run("./scripts/sandbox", "playbook", name, *arguments, check=check)
 
-    def call(self, operation: str, arguments: dict[str, Any], *, key: str | None = None) -> tuple[int, dict[str, Any]]:
+    def call(
+        self, operation: str, arguments: dict[str, Any], *, key: str | None = None
+    ) -> tuple[int, dict[str, Any]]:
         """One REST call with curl: status and body."""
         secret = self.key_file.read_text().strip() if key is None else key
         body = json.dumps({"alias": self.alias, "operation": operation, "arguments": arguments})
-        headers = ["-H", "Content-Type: application/json", *(["-H", f"Authorization: Bearer {secret}"] if secret else [])]
+        headers = [
+            "-H",
+            "Content-Type: application/json",
+            *(["-H", f"Authorization: Bearer {secret}"] if secret else []),
+        ]
         done = run(
             *("curl", "-sS", "--max-time", "120", "--cacert", str(self.authority), *headers),
             *("-w", "\n%{http_code}", "--data-binary", "@-", f"{self.url}/v1/memory"),
@@ -62,7 +70,17 @@ class Sandbox:
 
     def status_of(self, target: str, *options: str) -> str:
         """HTTP status of a request through the edge."""
-        curl = ["curl", "-sS", "--path-as-is", "--cacert", str(self.authority), "-o", "/dev/null", "-w", "%{http_code}"]
+        curl = [
+            "curl",
+            "-sS",
+            "--path-as-is",
+            "--cacert",
+            str(self.authority),
+            "-o",
+            "/dev/null",
+            "-w",
+            "%{http_code}",
+        ]
         return run(*curl, *options, self.url + target).stdout
 
 

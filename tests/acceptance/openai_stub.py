@@ -69,10 +69,18 @@ def use_tool(request: dict[str, Any], question: str) -> dict[str, Any]:
     seen = "\n".join(text_of(message) for message in request["messages"] if message["role"] == "tool")
     memories = list(dict.fromkeys(re.findall(rf'"id":\s*"({UUID})"', seen)))[:10]
     arguments: dict[str, Any] = {
-        "done": {"answer": f"The memories say about: {question}", "memory_ids": memories, "answer_found": True},
+        "done": {
+            "answer": f"The memories say about: {question}",
+            "memory_ids": memories,
+            "answer_found": True,
+        },
         "answer_ready": {"answer_found": True},
     }.get(name, {"reason": "test", "query": question})
-    return {"id": "call_test", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return {
+        "id": "call_test",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
 
 
 def reply(request: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,9 @@ def test_the_quick_start_stores_and_recalls_a_memory(sandbox: Sandbox) -> None:
     """The two blocks in one shell, on a sandbox that is already up: `up` is safe to repeat."""
     script = "set -euo pipefail\n" + "\necho\n".join(blocks("sandbox"))
     done = run("bash", "-c", script, timeout=30 * MINUTES)
-    stored, recalled = (json.loads(line) for line in done.stdout.replace("}{", "}\n{").splitlines() if line.startswith("{"))
+    stored, recalled = (
+        json.loads(line) for line in done.stdout.replace("}{", "}\n{").splitlines() if line.startswith("{")
+    )
     assert stored["result"]["success"] is True
     assert any("blue box" in item["text"] for item in recalled["result"]["results"])
 
@@ -52,9 +54,15 @@ def checkout(sandbox: Sandbox, tmp_path: Path) -> Iterator[Path]:
     """A copy of the project, as a person would have cloned it, and a bare second host for it."""
     tree = tmp_path / "bundle"
     tree.mkdir()
-    archive = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True)
+    archive = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
     subprocess.run(
-        ["cpio", "--null", "-pdm", "--quiet", str(tree)], cwd=ROOT, input=archive.stdout, check=True, capture_output=True
+        ["cpio", "--null", "-pdm", "--quiet", str(tree)],
+        cwd=ROOT,
+        input=archive.stdout,
+        check=True,
+        capture_output=True,
     )
     name = f"{PREFIX}-readme"
     run("./scripts/hosts", "create", name)
@@ -80,7 +88,9 @@ def test_the_production_path_on_a_second_host(checkout: Path) -> None:
                             "ansible_ssh_common_args": f"-F {STATE}/ssh/config",
                             "memory_edge_names": [address],
                             "memory_edge_bind_addresses": [address],
-                            "image_supply_registry_ca_files": {"registry.memory.test:5000": f"{STATE}/registry/ca.crt"},
+                            "image_supply_registry_ca_files": {
+                                "registry.memory.test:5000": f"{STATE}/registry/ca.crt"
+                            },
                             "container_engine_address_pools": [{"base": "10.214.0.0/16", "size": 24}],
                         }
                     }
@@ -90,5 +100,7 @@ def test_the_production_path_on_a_second_host(checkout: Path) -> None:
     )
     for script in others:
         run("bash", "-c", f"set -euo pipefail\n{script}", cwd=checkout, timeout=20 * MINUTES)
-    left = run("docker", "exec", name, "bash", "-c", "docker ps -aq; ls /var/lib/memory/releases").stdout.split()
+    left = run(
+        "docker", "exec", name, "bash", "-c", "docker ps -aq; ls /var/lib/memory/releases"
+    ).stdout.split()
     assert len(left) == 1 and len(left[0]) == 64, "teardown keeps the release and removes every container"

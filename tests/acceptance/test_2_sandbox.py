@@ -9,8 +9,25 @@ import pytest
 
 from .conftest import STATE, Sandbox, changed
 
-CLOSED = ["/", "/healthz", "/v1/router/status", "/docs", "/metrics", "/mcp", "/v1/default/banks", "/v1/models"]
-TRICKS = ["//v1/memory", "/V1/MEMORY", "/v1/%6demory", "/v1/x/../memory", "/v1/memory%2Fmcp", "/v1/memory/", "/v1/memory?a=b"]
+CLOSED = [
+    "/",
+    "/healthz",
+    "/v1/router/status",
+    "/docs",
+    "/metrics",
+    "/mcp",
+    "/v1/default/banks",
+    "/v1/models",
+]
+TRICKS = [
+    "//v1/memory",
+    "/V1/MEMORY",
+    "/v1/%6demory",
+    "/v1/x/../memory",
+    "/v1/memory%2Fmcp",
+    "/v1/memory/",
+    "/v1/memory?a=b",
+]
 
 
 def test_a_memory_comes_back(sandbox: Sandbox) -> None:
@@ -45,7 +62,12 @@ def test_identity_headers_of_a_client_do_not_arrive(sandbox: Sandbox) -> None:
     """S2-37: the router would answer 400 to these; the edge takes them off."""
     headers = ["-H", "X-Bank-Id: other", "-H", "X-Memory-Principal: other", "-H", "X-Consumer-Id: other"]
     key = ["-H", f"Authorization: Bearer {sandbox.key_file.read_text().strip()}"]
-    assert sandbox.status_of("/v1/memory", *headers, *key, "-d", '{"alias":"memory.sandbox","operation":"recall"}') == "422"
+    assert (
+        sandbox.status_of(
+            "/v1/memory", *headers, *key, "-d", '{"alias":"memory.sandbox","operation":"recall"}'
+        )
+        == "422"
+    )
 
 
 def test_sensitive_content_is_refused_and_not_echoed(sandbox: Sandbox) -> None:
@@ -59,7 +81,9 @@ def test_sensitive_content_is_refused_and_not_echoed(sandbox: Sandbox) -> None:
 def test_context_and_tags_are_not_screened_as_documented(sandbox: Sandbox) -> None:
     """The known hole of docs/security.md: if this fails, upstream screens more than before; change the page."""
     secret = "gh" + "p_" + "Z9y8X7w6V5u4T3s2R1q0P9o8N7m6L5k4J3i2"
-    status, _ = sandbox.call("retain", {"content": "A note with a remark.", "context": f"The token is {secret}."})
+    status, _ = sandbox.call(
+        "retain", {"content": "A note with a remark.", "context": f"The token is {secret}."}
+    )
     assert status == 200
 
 
@@ -77,13 +101,17 @@ def test_check_mode_on_a_converged_host_reports_nothing_and_shows_no_secret(sand
     assert changed(done.stdout) == [0]
     names = sandbox.on_host("ls /etc/memory/secrets/store /etc/memory/device-keys/*.key").split()
     assert len(names) >= 6
-    values = sandbox.on_host("cat /etc/memory/device-keys/*.key; for f in /etc/memory/secrets/store/*; do cat $f; echo; done")
+    values = sandbox.on_host(
+        "cat /etc/memory/device-keys/*.key; for f in /etc/memory/secrets/store/*; do cat $f; echo; done"
+    )
     leaked = [value[:4] + "…" for value in values.split() if value in done.stdout + done.stderr]
     assert leaked == []
 
 
 def test_preflight_changes_nothing(sandbox: Sandbox) -> None:
-    listing = "find /etc/memory /var/lib/memory/releases /var/lib/memory/config -printf '%p %m %u %T@\\n' | sort"
+    listing = (
+        "find /etc/memory /var/lib/memory/releases /var/lib/memory/config -printf '%p %m %u %T@\\n' | sort"
+    )
     before = sandbox.on_host(listing)
     assert changed(sandbox.playbook("preflight.yml").stdout) == [0]
     assert sandbox.on_host(listing) == before
@@ -99,7 +127,9 @@ def test_preflight_changes_nothing(sandbox: Sandbox) -> None:
         ({"memory_router_keys_principals": [{"name": "a", "alias": "Not An Alias", "bank": "b"}]}, "alias"),
     ],
 )
-def test_bad_settings_are_refused_before_any_change(sandbox: Sandbox, settings: dict[str, object], words: str) -> None:
+def test_bad_settings_are_refused_before_any_change(
+    sandbox: Sandbox, settings: dict[str, object], words: str
+) -> None:
     journal = "wc -l < /var/lib/memory/journal/activations.jsonl; ls /var/lib/memory/releases"
     before = sandbox.on_host(journal)
     done = sandbox.playbook("site.yml", "-e", json.dumps(settings), check=False)
@@ -129,7 +159,11 @@ def test_a_changed_secret_of_the_database_is_refused_by_name_and_the_data_stays(
     sandbox.on_host(f"cp -p {store} /root/kept && printf another-password-of-the-role > {store}")
     try:
         done = sandbox.playbook("site.yml", check=False)
-        assert done.returncode != 0 and "database-password" in done.stdout and "data volume must stay" in done.stdout
+        assert (
+            done.returncode != 0
+            and "database-password" in done.stdout
+            and "data volume must stay" in done.stdout
+        )
         assert sandbox.on_host(api) == before
     finally:
         sandbox.on_host(f"cp -p /root/kept {store} && rm /root/kept")

@@ -39,10 +39,31 @@ def stub(sandbox: Sandbox) -> Iterator[str]:
     image = run("docker", "inspect", "-f", "{{.Config.Image}}", sandbox.host).stdout.strip()
     run("docker", "rm", "-f", name, check=False)
     run(
-        *("docker", "run", "-d", "--name", name, "--network", PREFIX, "--label", f"memory-bundle.prefix={PREFIX}"),
-        *("-v", f"{Path(__file__).parent}:/stub:ro", "--entrypoint", "python3", image, "/stub/openai_stub.py", "9000", KEY),
+        *(
+            "docker",
+            "run",
+            "-d",
+            "--name",
+            name,
+            "--network",
+            PREFIX,
+            "--label",
+            f"memory-bundle.prefix={PREFIX}",
+        ),
+        *(
+            "-v",
+            f"{Path(__file__).parent}:/stub:ro",
+            "--entrypoint",
+            "python3",
+            image,
+            "/stub/openai_stub.py",
+            "9000",
+            KEY,
+        ),
     )
-    address = run("docker", "inspect", "-f", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", name).stdout.strip()
+    address = run(
+        "docker", "inspect", "-f", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", name
+    ).stdout.strip()
     yield f"http://{address}:9000/v1"
     run("docker", "rm", "-f", name)
 
@@ -76,7 +97,18 @@ def make_certificate(directory: Path, address: str) -> dict[str, Any]:
     """A self-signed leaf for `address`, as a site's own authority might give it."""
     certificate, key = directory / "tls.crt", directory / "tls.key"
     run(
-        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30"),
+        *(
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "30",
+        ),
         *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=memory.sandbox.test"),
         *("-addext", f"subjectAltName=IP:{address},DNS:memory.sandbox.test"),
     )
@@ -95,7 +127,10 @@ def test_a_provided_certificate_is_served_and_pinned(sandbox: Sandbox, tmp_path:
     settings = make_certificate(tmp_path, sandbox.url.removeprefix("https://"))
     converge(sandbox, settings, tmp_path)
     served = ssl.get_server_certificate((sandbox.url.removeprefix("https://"), 443))
-    assert hashlib.sha256(ssl.PEM_cert_to_DER_cert(served)).hexdigest() == settings["memory_edge_certificate_sha256"]
+    assert (
+        hashlib.sha256(ssl.PEM_cert_to_DER_cert(served)).hexdigest()
+        == settings["memory_edge_certificate_sha256"]
+    )
     after = start_times(sandbox)
     assert {service for service in before if before[service] != after[service]} == {"edge"}
     assert "tls.key" not in sandbox.on_host("find /var/lib/memory/releases -name 'tls*'")
@@ -103,13 +138,17 @@ def test_a_provided_certificate_is_served_and_pinned(sandbox: Sandbox, tmp_path:
 
 @pytest.mark.parametrize("flaw", ["wrong fingerprint", "another key", "another name"])
 def test_a_certificate_that_does_not_fit_is_refused(sandbox: Sandbox, tmp_path: Path, flaw: str) -> None:
-    settings = make_certificate(tmp_path, "192.0.2.1" if flaw == "another name" else sandbox.url.removeprefix("https://"))
+    settings = make_certificate(
+        tmp_path, "192.0.2.1" if flaw == "another name" else sandbox.url.removeprefix("https://")
+    )
     if flaw == "wrong fingerprint":
         settings["memory_edge_certificate_sha256"] = hashlib.sha256(b"another").hexdigest()
     if flaw == "another key":
         other = tmp_path / "other"
         other.mkdir()
-        settings["memory_edge_private_key_file"] = make_certificate(other, "192.0.2.1")["memory_edge_private_key_file"]
+        settings["memory_edge_private_key_file"] = make_certificate(other, "192.0.2.1")[
+            "memory_edge_private_key_file"
+        ]
     before = start_times(sandbox)
     done = sandbox.playbook("site.yml", "-e", json.dumps(settings), check=False)
     assert done.returncode != 0 and "memory_edge_" in done.stdout
@@ -119,8 +158,11 @@ def test_a_certificate_that_does_not_fit_is_refused(sandbox: Sandbox, tmp_path: 
 @pytest.fixture
 def acme(sandbox: Sandbox, tmp_path: Path) -> Iterator[dict[str, Any]]:
     """An ACME authority beside the managed host: Caddy's own, run from the locked edge image of the sandbox's registry."""
-    name = f"{PREFIX}-acme"
-    edge = next(item for item in json.loads((STATE / "images.lock.json").read_text())["images"] if item["name"] == "edge")
+    edge = next(
+        item
+        for item in json.loads((STATE / "images.lock.json").read_text())["images"]
+        if item["name"] == "edge"
+    )
     reference = f"{edge['repository']}:{edge['tag']}@{edge['index_digest']}"
     host = f"{PREFIX}-acme-host"
     run("./scripts/hosts", "create", host)
@@ -131,15 +173,47 @@ def acme(sandbox: Sandbox, tmp_path: Path) -> Iterator[dict[str, Any]]:
         f"\tdefault_sni {address}\n}}\n"
         f"https://{address}:443 {{\n\ttls internal\n\tacme_server\n}}\n"
     )
-    run("docker", "exec", "-i", host, "sh", "-c", "mkdir -p /srv/acme /srv/data && cat > /srv/acme/Caddyfile", stdin=caddyfile)
+    run(
+        "docker",
+        "exec",
+        "-i",
+        host,
+        "sh",
+        "-c",
+        "mkdir -p /srv/acme /srv/data && cat > /srv/acme/Caddyfile",
+        stdin=caddyfile,
+    )
     edge_address = sandbox.url.removeprefix("https://")
     run(
-        *("docker", "exec", host, "docker", "run", "-d", "--name", "acme", "--network", "host", "--user", "0:0"),
-        *("--add-host", f"memory.sandbox.test:{edge_address}", "-v", "/srv/acme:/etc/caddy:ro", "-v", "/srv/data:/data", reference),
+        *(
+            "docker",
+            "exec",
+            host,
+            "docker",
+            "run",
+            "-d",
+            "--name",
+            "acme",
+            "--network",
+            "host",
+            "--user",
+            "0:0",
+        ),
+        *(
+            "--add-host",
+            f"memory.sandbox.test:{edge_address}",
+            "-v",
+            "/srv/acme:/etc/caddy:ro",
+            "-v",
+            "/srv/data:/data",
+            reference,
+        ),
     )
     root = tmp_path / "acme-root.crt"
     for _ in range(60):
-        done = run("docker", "exec", host, "cat", "/srv/data/caddy/pki/authorities/local/root.crt", check=False)
+        done = run(
+            "docker", "exec", host, "cat", "/srv/data/caddy/pki/authorities/local/root.crt", check=False
+        )
         if done.returncode == 0 and done.stdout:
             break
         time.sleep(0.5)
@@ -166,11 +240,22 @@ def _install_engine(sandbox: Sandbox, host: str) -> None:
     run("docker", "exec", "-i", host, "sh", "-ec", script, stdin=authority)
 
 
-def test_a_certificate_comes_from_an_acme_authority(sandbox: Sandbox, acme: dict[str, Any], tmp_path: Path) -> None:
+def test_a_certificate_comes_from_an_acme_authority(
+    sandbox: Sandbox, acme: dict[str, Any], tmp_path: Path
+) -> None:
     converge(sandbox, acme, tmp_path)
     address = sandbox.url.removeprefix("https://")
     done = run(
-        *("curl", "-sS", "--cacert", acme["memory_edge_acme_ca_root_file"], "-o", "/dev/null", "-w", "%{http_code}"),
+        *(
+            "curl",
+            "-sS",
+            "--cacert",
+            acme["memory_edge_acme_ca_root_file"],
+            "-o",
+            "/dev/null",
+            "-w",
+            "%{http_code}",
+        ),
         *("--resolve", f"memory.sandbox.test:443:{address}", "https://memory.sandbox.test/v1/memory"),
     )
     assert done.stdout == "404"

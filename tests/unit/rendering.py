@@ -49,7 +49,10 @@ def lock_text() -> str:
             "tag": "1",
             "index_digest": digest(name + "index"),
             "platforms": {
-                "linux/amd64": {"manifest_digest": digest(name + "manifest"), "config_digest": digest(name + "config")}
+                "linux/amd64": {
+                    "manifest_digest": digest(name + "manifest"),
+                    "config_digest": digest(name + "config"),
+                }
             },
             "provenance": {"kind": "upstream", "statement": "fixture of the tests"},
             "signature": {"kind": "unsigned", "reason": "fixture of the tests"},
@@ -87,7 +90,9 @@ def render(lock_file: Path, **settings: Any) -> dict[str, str]:
         "memory_edge_names": ["memory.example.test", "203.0.113.7"],
         "memory_edge_bind_addresses": ["203.0.113.7"],
         "memory_router_keys_principals": [{"name": "desk", "alias": "memory.desk", "bank": "desk"}],
-        "memory_router_keys_result": {"key_ids": {"canary": "key_00112233445566aa", "desk": "key_00112233445566bb"}},
+        "memory_router_keys_result": {
+            "key_ids": {"canary": "key_00112233445566aa", "desk": "key_00112233445566bb"}
+        },
         **settings,
     }
     templar = Templar(loader=DataLoader(), variables=variables)

@@ -299,10 +299,10 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> builder.Worksho
 
 
 def make_workshop(
-    root: Path, state: Path, monkeypatch: pytest.MonkeyPatch, refresh: bool = False
+    root: Path, state: Path, monkeypatch: pytest.MonkeyPatch, *, refresh: bool = False, compress: bool = False
 ) -> builder.Workshop:
     lines: list[str] = []
-    made = builder.Workshop(root, state, "unit", lines.append, refresh=refresh)
+    made = builder.Workshop(root, state, "unit", lines.append, refresh=refresh, compress=compress)
 
     def mmdebstrap(_debian: builder.DebianPart, output: Path, work: Path) -> None:
         packages = work / "packages"
@@ -378,6 +378,19 @@ def test_pruning_keeps_what_the_recipes_lead_to(workshop: builder.Workshop) -> N
     assert workshop.store.has(new.image.layers[0].blob)
     assert not workshop.store.has(old.image.index)
     assert workshop.is_built(workshop.recipe("registry"))
+
+
+def test_pruning_spares_the_other_compression(
+    workshop: builder.Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = workshop.build("registry")
+    packing = make_workshop(workshop.root, tmp_path / "state", monkeypatch, compress=True)
+    packed = packing.build("registry")
+    assert packed.image.layers[0].diff_id == plain.image.layers[0].diff_id
+    assert packed.image.index != plain.image.index
+    packing.prune()
+    assert workshop.is_built(plain.recipe)
+    assert packing.is_built(packed.recipe)
 
 
 def test_images_are_built_for_known_architectures_only(monkeypatch: pytest.MonkeyPatch) -> None:

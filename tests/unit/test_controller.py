@@ -87,6 +87,17 @@ def test_the_prefix_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert controller.prefix() == "memory-sandbox"
 
 
+def test_a_state_directory_that_cannot_be_written_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEMORY_SANDBOX_STATE", str(tmp_path / "file" / "state"))
+    with pytest.raises(BundleError, match="cannot write in the state directory"):
+        controller.state_dir()
+    with pytest.raises(BundleError), controller.exclusive(tmp_path / "file", "engine"):
+        pass
+
+
 def test_without_root_and_without_sudo_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", str(tmp_path))

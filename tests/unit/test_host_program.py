@@ -12,14 +12,15 @@ import pytest
 from dotenv import dotenv_values
 from hypothesis import given
 from hypothesis import strategies as st
-
 from memoryctl import activation, engine, files, journal, policy, readback, release, secretstore
 from memoryctl.errors import Exit, Refused
 from memoryctl.files import Ownership
 from memoryctl.layout import Layout
 
 ME = (os.getuid(), os.getgid())
-VISIBLE = st.text(st.characters(codec="ascii", min_codepoint=0x21, max_codepoint=0x7E), min_size=16, max_size=60)
+VISIBLE = st.text(
+    st.characters(codec="ascii", min_codepoint=0x21, max_codepoint=0x7E), min_size=16, max_size=60
+)
 
 
 @pytest.fixture
@@ -87,7 +88,17 @@ def test_a_hard_link_is_broken_up(tmp_path: Path) -> None:
 # --- secrets ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["short", "x" * 513, "tab\tin the middle 12", "blank in the middle", "umlaut-in-middle-ö", "a${HOME}bbbbbbbbbbb"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "short",
+        "x" * 513,
+        "tab\tin the middle 12",
+        "blank in the middle",
+        "umlaut-in-middle-ö",
+        "a${HOME}bbbbbbbbbbb",
+    ],
+)
 def test_values_that_a_reader_would_change_are_refused(value: str) -> None:
     """A1 to A3: refused, and the value is not in the message."""
     with pytest.raises(Refused) as refused:
@@ -134,7 +145,9 @@ def _ensure(layout: Layout, given_values: dict[str, str], check: bool = False) -
     return secretstore.ensure(layout, ["token", "fingerprint-key"], given_values, _consumers(), check)
 
 
-def test_secrets_are_generated_once_and_given_values_win(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_generated_once_and_given_values_win(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "fchown", lambda *_: None)
     monkeypatch.setattr(secretstore, "Ownership", lambda uid, gid, mode: Ownership(*ME, mode))
     assert _ensure(layout, {}, check=True) and not layout.secrets.exists()
@@ -233,7 +246,10 @@ def test_a_second_run_is_refused_and_told_who_holds_the_lock(layout: Layout) -> 
     """D7: the holder is named, and the exit code is its own."""
     layout.state.mkdir()
     with journal.exclusive(layout, "activation of abc"):
-        with pytest.raises(Refused, match="activation of abc, process") as refused, journal.exclusive(layout, "readback"):
+        with (
+            pytest.raises(Refused, match="activation of abc, process") as refused,
+            journal.exclusive(layout, "readback"),
+        ):
             pytest.fail("two holders at once")
         assert refused.value.code == Exit.BUSY
     with journal.exclusive(layout, "readback"):
@@ -248,7 +264,7 @@ def test_a_leftover_publication_is_reported_not_overwritten(tmp_path: Path) -> N
     directory = tmp_path / "policy"
     directory.mkdir(mode=0o750)
     (directory / policy.LEFTOVER).write_text("half")
-    with pytest.raises(Refused, match="access.json.publish is there"):
+    with pytest.raises(Refused, match=r"access\.json\.publish is there"):
         policy.ensure(directory, ME[1], {}, check=True)
     assert (directory / policy.LEFTOVER).read_text() == "half"
 
@@ -281,9 +297,14 @@ def _container(service: str, **changes: Any) -> engine.Container:
         ("id", {"health": "unhealthy"}, ["api is running, unhealthy"]),
     ],
 )
-def test_differences_name_what_is_not_as_released(current: str | None, change: dict[str, Any], expected: list[str]) -> None:
+def test_differences_name_what_is_not_as_released(
+    current: str | None, change: dict[str, Any], expected: list[str]
+) -> None:
     subject = release.Release("id", Path("/r"), {"service_images": {"api": "r"}})
-    assert activation.differences(subject, current, {"api": _container("api", **change)}, {"api": "h"}) == expected
+    assert (
+        activation.differences(subject, current, {"api": _container("api", **change)}, {"api": "h"})
+        == expected
+    )
 
 
 def test_a_missing_and_a_foreign_container_are_differences() -> None:
@@ -297,7 +318,9 @@ def test_a_missing_and_a_foreign_container_are_differences() -> None:
 
 class _Context(readback.Context):
     def __init__(self, gates: list[str]) -> None:
-        super().__init__(Layout(), release.Release("id", Path("/r"), {"gates": gates}), engine.Compose("p", Path("/c"), {}))
+        super().__init__(
+            Layout(), release.Release("id", Path("/r"), {"gates": gates}), engine.Compose("p", Path("/c"), {})
+        )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +333,9 @@ class _Context(readback.Context):
         (lambda _: (_ for _ in ()).throw(KeyError("result")), "could-not-ask"),
     ],
 )
-def test_only_an_answer_as_expected_is_a_pass(monkeypatch: pytest.MonkeyPatch, ask: Any, verdict: str) -> None:
+def test_only_an_answer_as_expected_is_a_pass(
+    monkeypatch: pytest.MonkeyPatch, ask: Any, verdict: str
+) -> None:
     monkeypatch.setitem(readback.GATES, "probe", readback.Gate("probe", "it", ask))
     (result,) = readback.run(_Context(["probe"]))
     assert result.verdict == verdict

@@ -435,7 +435,12 @@ def test_a_setting_that_no_role_declares_is_a_fault_of_the_play(case: Case) -> N
 
 SECRETS = sorted(name for name, kind in preflight_settings.kinds().items() if kind == "secret")
 ANY_TEXT = st.text(min_size=6, max_size=600)
-QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @QUICK

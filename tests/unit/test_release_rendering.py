@@ -12,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from memoryctl import files, readback, release
 
 from .rendering import lock_text, render
@@ -55,14 +54,19 @@ def test_no_secret_is_in_a_release(tmp_path: Path) -> None:
 
 
 def test_every_image_is_pinned_by_digest_and_from_the_lock(compose: dict[str, Any]) -> None:
-    lock = {f"{image['repository']}:{image['tag']}@{image['index_digest']}" for image in json.loads(lock_text())["images"]}
+    lock = {
+        f"{image['repository']}:{image['tag']}@{image['index_digest']}"
+        for image in json.loads(lock_text())["images"]
+    }
     used = {service["image"] for service in compose["services"].values()}
     assert used == lock
 
 
 def test_only_the_edge_publishes_and_on_given_addresses_only(compose: dict[str, Any]) -> None:
     """S2-64, S2-66: no port but the edge's, and none on a wildcard address."""
-    published = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
+    published = {
+        name: service["ports"] for name, service in compose["services"].items() if "ports" in service
+    }
     assert list(published) == ["edge"]
     assert [port["host_ip"] for port in published["edge"]] == ["203.0.113.7"]
 
@@ -79,14 +83,19 @@ def test_networks_connect_only_who_must_talk(compose: dict[str, Any]) -> None:
         "edge": {"router", "edge"},
         "public": {"edge"},
     }
-    open_networks = {name for name, network in compose["networks"].items() if not (network or {}).get("internal")}
+    open_networks = {
+        name for name, network in compose["networks"].items() if not (network or {}).get("internal")
+    }
     assert open_networks == {"public"}
 
 
 def test_egress_exists_for_hindsight_alone_and_only_with_a_provider(tmp_path: Path) -> None:
     """S0-20: only a declared provider opens a way out, and only for the API and the worker."""
     model = yaml.safe_load(render(tmp_path / "images.lock.json", **WITH_PROVIDER)["compose.yaml"])
-    assert {name for name, service in model["services"].items() if "egress" in service["networks"]} == {"api", "worker"}
+    assert {name for name, service in model["services"].items() if "egress" in service["networks"]} == {
+        "api",
+        "worker",
+    }
 
 
 def test_every_container_is_hardened(compose: dict[str, Any]) -> None:
@@ -136,7 +145,10 @@ def test_api_and_worker_share_image_and_environment(compose: dict[str, Any]) -> 
 
 
 def test_stop_grace_covers_what_the_services_need(compose: dict[str, Any]) -> None:
-    seconds = {name: int(service.get("stop_grace_period", "10s")[:-1]) for name, service in compose["services"].items()}
+    seconds = {
+        name: int(service.get("stop_grace_period", "10s")[:-1])
+        for name, service in compose["services"].items()
+    }
     assert seconds["api"] >= 60 and seconds["worker"] >= 60 and seconds["router"] >= 25
 
 
@@ -154,7 +166,9 @@ def test_router_configuration_names_private_origin_and_keys(contents: dict[str, 
 def test_the_edge_lets_two_targets_pass(contents: dict[str, str]) -> None:
     """S2-01: exactly two raw request targets, by POST, reach the router."""
     caddyfile = contents["config/edge/Caddyfile"]
-    matchers = re.findall(r"\n\t@(\w+) \{(.*?)\}\n", caddyfile.replace("{http.request.orig_uri}", "ORIG"), re.DOTALL)
+    matchers = re.findall(
+        r"\n\t@(\w+) \{(.*?)\}\n", caddyfile.replace("{http.request.orig_uri}", "ORIG"), re.DOTALL
+    )
     assert [(name, body.split()) for name, body in matchers] == [
         ("memory", ["method", "POST", "vars", "ORIG", "/v1/memory", "/v1/memory/mcp"])
     ]
@@ -163,7 +177,9 @@ def test_the_edge_lets_two_targets_pass(contents: dict[str, str]) -> None:
 
 def test_configuration_is_mounted_by_content(contents: dict[str, str], compose: dict[str, Any]) -> None:
     directories = release.configuration_directories(contents)
-    sources = {volume["source"] for service in compose["services"].values() for volume in service.get("volumes", [])}
+    sources = {
+        volume["source"] for service in compose["services"].values() for volume in service.get("volumes", [])
+    }
     assert {f"/var/lib/memory/config/{name}" for name in directories} <= sources
 
 
@@ -185,10 +201,16 @@ def test_the_program_travels_with_the_release(contents: dict[str, str]) -> None:
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(model=st.text(st.characters(codec="ascii", min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=30))
+@given(
+    model=st.text(
+        st.characters(codec="ascii", min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=30
+    )
+)
 def test_provider_settings_reach_compose_unchanged(tmp_path: Path, model: str) -> None:
     """A1, A2: quotes, hashes, percent and dollar signs survive the way into the environment."""
-    text = render(tmp_path / "images.lock.json", **{**WITH_PROVIDER, "hindsight_stack_llm_model": model})["compose.yaml"]
+    text = render(tmp_path / "images.lock.json", **{**WITH_PROVIDER, "hindsight_stack_llm_model": model})[
+        "compose.yaml"
+    ]
     value = yaml.safe_load(text)["services"]["api"]["environment"]["HINDSIGHT_API_LLM_MODEL"]
     assert value.replace("$$", "$") == model
     assert "$" not in value.replace("$$", "")

@@ -49,7 +49,9 @@ def test_mcp_sdk_stores_and_recalls(url: str, key: str, authority: Path) -> None
     async def converse() -> tuple[str, set[str], str, str]:
         headers = {"Authorization": f"Bearer {key}"}
         async with (
-            streamablehttp_client(f"{url}/v1/memory/mcp", headers=headers, httpx_client_factory=client) as streams,
+            streamablehttp_client(
+                f"{url}/v1/memory/mcp", headers=headers, httpx_client_factory=client
+            ) as streams,
             ClientSession(streams[0], streams[1]) as session,
         ):
             hello = await session.initialize()
@@ -60,7 +62,12 @@ def test_mcp_sdk_stores_and_recalls(url: str, key: str, authority: Path) -> None
             found = await session.call_tool(
                 "memory_recall", {"alias": "memory.sandbox", "query": f"Which colour has the {word}?"}
             )
-            return hello.serverInfo.name, {tool.name for tool in tools.tools}, stored.content[0].text, found.content[0].text
+            return (
+                hello.serverInfo.name,
+                {tool.name for tool in tools.tools},
+                stored.content[0].text,
+                found.content[0].text,
+            )
 
     name, tools, stored, found = asyncio.run(converse())
     assert name == "anvil-serving"
@@ -81,26 +88,56 @@ def test_two_principals_do_not_share_a_bank(host: Any, url: str, key: str, autho
 def test_reflect_without_a_provider_is_refused(url: str, key: str, authority: Path) -> None:
     context = ssl.create_default_context(cafile=str(authority))
     with httpx.Client(verify=context, headers={"Authorization": f"Bearer {key}"}) as client:
-        body = {"alias": "memory.sandbox", "operation": "reflect", "arguments": {"query": "What do you know?"}}
+        body = {
+            "alias": "memory.sandbox",
+            "operation": "reflect",
+            "arguments": {"query": "What do you know?"},
+        }
         answer = client.post(f"{url}/v1/memory", json=body, timeout=60)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "memory_rejected")
 
 
 def test_http2_is_spoken(url: str, key: str, authority: Path) -> None:
-    command = ["curl", "-s", "--http2", "--cacert", str(authority), "-o", "/dev/null", "-w", "%{http_version} %{http_code}", url]
+    command = [
+        "curl",
+        "-s",
+        "--http2",
+        "--cacert",
+        str(authority),
+        "-o",
+        "/dev/null",
+        "-w",
+        "%{http_version} %{http_code}",
+        url,
+    ]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "2 404"
 
 
-def test_access_log_holds_no_header_query_or_body(host: Any, containers: dict[str, Any], url: str, key: str, authority: Path) -> None:
+def test_access_log_holds_no_header_query_or_body(
+    host: Any, containers: dict[str, Any], url: str, key: str, authority: Path
+) -> None:
     word = "canary" + secrets.token_hex(8)
-    command = ["curl", "-s", "--cacert", str(authority), "-o", "/dev/null", "-H", f"X-Test: {word}", "-d", word]
+    command = [
+        "curl",
+        "-s",
+        "--cacert",
+        str(authority),
+        "-o",
+        "/dev/null",
+        "-H",
+        f"X-Test: {word}",
+        "-d",
+        word,
+    ]
     subprocess.run([*command, f"{url}/v1/memory?{word}"], check=True)
     log = host.run("docker logs --since 30s " + containers["edge"]["Id"])
     assert '"uri":"/v1/memory"' in log.stdout + log.stderr
     assert word not in log.stdout + log.stderr
 
 
-def test_nothing_else_is_reached_from_the_outside(host: Any, manifest: dict[str, Any], containers: dict[str, Any]) -> None:
+def test_nothing_else_is_reached_from_the_outside(
+    host: Any, manifest: dict[str, Any], containers: dict[str, Any]
+) -> None:
     """S2-64, F3: a second machine, even with routes to the inner networks, reaches the edge's port and nothing more."""
     address = manifest["edge"]["bind_addresses"][0]
     targets = [(address, port) for port in (22, 80, 443, 2019, 2080, 5432, 8000, 8080, 8888, 8889, 9999)]
@@ -137,7 +174,17 @@ def test_nothing_else_is_reached_from_the_outside(host: Any, manifest: dict[str,
     )
     done = subprocess.run(
         [
-            *("docker", "run", "--rm", "--network", network, "--cap-add", "NET_ADMIN", "--entrypoint", "python3"),
+            *(
+                "docker",
+                "run",
+                "--rm",
+                "--network",
+                network,
+                "--cap-add",
+                "NET_ADMIN",
+                "--entrypoint",
+                "python3",
+            ),
             *("--label", f"memory-bundle.prefix={PREFIX}", image, "-c", probe, address, json.dumps(targets)),
         ],
         capture_output=True,

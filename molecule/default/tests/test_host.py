@@ -39,7 +39,9 @@ CONSUMER_FILES = [
 
 
 @pytest.mark.parametrize(("path", "kind", "owner", "group", "mode"), FILES)
-def test_type_owner_group_and_mode(host: Any, path: str, kind: str, owner: str, group: str, mode: int) -> None:
+def test_type_owner_group_and_mode(
+    host: Any, path: str, kind: str, owner: str, group: str, mode: int
+) -> None:
     """S2-05, S2-41: exact, and one link."""
     found = host.file(path)
     assert (found.type, found.user, found.group, found.mode) == (kind, owner, group, mode)
@@ -59,7 +61,9 @@ def test_running_images_are_those_of_the_lock(containers: dict[str, Any], lock: 
         assert container["Config"]["Image"] == f"{image['repository']}:{image['tag']}@{image['index_digest']}"
 
 
-def test_local_images_carry_the_registry_digest(host: Any, containers: dict[str, Any], lock: dict[str, Any]) -> None:
+def test_local_images_carry_the_registry_digest(
+    host: Any, containers: dict[str, Any], lock: dict[str, Any]
+) -> None:
     for container in containers.values():
         image = json.loads(host.check_output("docker image inspect " + container["Config"]["Image"]))[0]
         digests = {entry.rsplit("@", 1)[1] for entry in image["RepoDigests"]}
@@ -88,7 +92,9 @@ def test_no_container_shows_a_secret(host: Any, containers: dict[str, Any]) -> N
     text = json.dumps(containers)
     assert [name for name, value in values.items() if value in text] == []
     for service in ("api", "worker", "postgres", "edge"):
-        environment = host.check_output(f"cat /proc/{containers[service]['State']['Pid']}/environ | tr '\\0' '\\n'")
+        environment = host.check_output(
+            f"cat /proc/{containers[service]['State']['Pid']}/environ | tr '\\0' '\\n'"
+        )
         assert [name for name, value in values.items() if value in environment] == [], service
 
 
@@ -135,7 +141,9 @@ def test_the_router_reads_the_policy_and_no_receipt(host: Any, containers: dict[
 def test_a_replaced_policy_is_seen_by_the_router_at_once(host: Any, containers: dict[str, Any]) -> None:
     """S2-39: the directory is mounted, not the file."""
     router = containers["router"]["Id"]
-    script = "cd /etc/memory/policy && cp -p access.json .new && mv .new access.json && stat -c %i access.json"
+    script = (
+        "cd /etc/memory/policy && cp -p access.json .new && mv .new access.json && stat -c %i access.json"
+    )
     inode = host.check_output(script)
     assert host.check_output(f"docker exec {router} stat -c %i /run/anvil-memory/access.json") == inode
 
@@ -145,7 +153,9 @@ def test_privacy_defaults(host: Any, manifest: dict[str, Any]) -> None:
     origin = manifest["hindsight"]
     version = json.loads(host.check_output(f"curl -fsS http://{origin['address']}:{origin['port']}/version"))
     switched_on = {name for name, on in version["features"].items() if on is True}
-    assert not switched_on & {"mcp", "file_upload_api", "document_export_api", "document_import_api"}, switched_on
+    assert not switched_on & {"mcp", "file_upload_api", "document_export_api", "document_import_api"}, (
+        switched_on
+    )
     rows = host.check_output(
         "docker exec -u postgres $(docker ps -qf label=com.docker.compose.service=postgres) "
         "psql -At -d hindsight -c 'select count(*) from llm_requests'"

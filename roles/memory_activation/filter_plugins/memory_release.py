@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
 from memoryctl import release
+
+PROGRAM = Path(release.__file__).parent
 
 
 def memory_compose_text(value: Any) -> str:
@@ -30,13 +31,15 @@ def memory_configuration(contents: Mapping[str, str]) -> dict[str, str]:
 
 def memory_with_program(contents: Mapping[str, str]) -> dict[str, str]:
     """`contents` and the files of the host program, which travels in the release."""
-    program = {f"memoryctl/{path.name}": path.read_text() for path in sorted((SCRIPTS / "memoryctl").glob("*.py"))}
+    program = {f"memoryctl/{path.name}": path.read_text() for path in sorted(PROGRAM.glob("*.py"))}
     return {**contents, **program}
 
 
 def memory_with_key_id(principal: Mapping[str, Any], key_ids: Mapping[str, str]) -> dict[str, Any]:
     """`principal` as a route needs it: with the id of its device key."""
-    return {name: principal[name] for name in ("name", "alias", "bank")} | {"key_id": key_ids[principal["name"]]}
+    return {name: principal[name] for name in ("name", "alias", "bank")} | {
+        "key_id": key_ids[principal["name"]]
+    }
 
 
 def memory_service_image(service: str, exceptions: Mapping[str, str]) -> str:

@@ -408,7 +408,7 @@ def overlapping_routes(subnet, ignored) -> list:
 
 
 def host_addresses() -> list:
-    """Addresses that are local to the host, from the kernel's tables."""
+    """Addresses that are local to the host and the same on every link, from the kernel's tables."""
     found = set()
     trie = Path("/proc/net/fib_trie")
     candidate = ""
@@ -420,7 +420,9 @@ def host_addresses() -> list:
             found.add(candidate)
     table = Path("/proc/net/if_inet6")
     for line in table.read_text(encoding="ascii").splitlines() if table.exists() else []:
-        found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
+        address = ipaddress.IPv6Address(int(line.split()[0], 16))
+        if not address.is_link_local:
+            found.add(str(address))
     return sorted(found)
 
 
