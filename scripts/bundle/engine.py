@@ -41,11 +41,11 @@ def ensure_engine(state: Path) -> str:
         if _SYSTEMD.is_dir():
             run_to_log(as_root(["systemctl", "start", "docker.service"]), log, timeout=120)
             return _wait_until_answering(None, log)
-        pid_file = _pid_file(state)
+        pid_file, daemon_log = _pid_file(state), _daemon_log(state)
         if engine_pid(pid_file) is None:
             pid_file.unlink(missing_ok=True)
-            _start(pid_file, log)
-        return _wait_until_answering(pid_file, log)
+            _start(pid_file, daemon_log)
+        return _wait_until_answering(pid_file, daemon_log)
 
 
 def installed() -> bool:
@@ -83,7 +83,7 @@ def stop_engine_if_ours(state: Path) -> bool:
                 raise BundleError(
                     f"the Docker Engine (process {pid}) did not stop within {_STOP_SECONDS:.0f} seconds",
                     "it was asked to because this sandbox started it and nothing runs in it",
-                    f"look at its log {state / 'logs' / 'engine.log'} and stop it by hand",
+                    f"look at its log {_daemon_log(state)} and stop it by hand",
                 )
             time.sleep(0.1)
         return True
@@ -95,13 +95,14 @@ def started_by_us(state: Path) -> int | None:
 
 
 def engine_pid(pid_file: Path) -> int | None:
-    """Return the process number in `pid_file` if that process is a Docker Engine, else None."""
+    """Return the process number in `pid_file` if that process is a Docker Engine and lives, else None."""
     try:
         pid = int(pid_file.read_text())
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        status = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, ValueError):
         return None
-    return pid if name == "dockerd" else None
+    name, _, rest = status.partition("(")[2].rpartition(") ")
+    return pid if name == "dockerd" and rest[:1] not in ("Z", "X") else None
 
 
 def classify(returncode: int, stdout: str, stderr: str) -> str | None:
@@ -136,8 +137,13 @@ def _pid_file(state: Path) -> Path:
     return state / "dockerd.pid"
 
 
+def _daemon_log(state: Path) -> Path:
+    return state / "logs" / "dockerd.log"
+
+
 def _start(pid_file: Path, log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
     script = 'exec setsid --fork dockerd --pidfile "$1" >>"$2" 2>&1 </dev/null'
     run(as_root(["sh", "-c", script, "sh", str(pid_file), str(log)]), timeout=60)
 
