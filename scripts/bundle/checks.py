@@ -75,20 +75,19 @@ class Checks:
         ansible = [
             name for name in ("inventories", "molecule", "playbooks", "roles") if (PROJECT / name).is_dir()
         ]
-        self._tool("ansible-lint", ["--offline", "--strict", "--profile", "production", *ansible])
-        self._tool("yamllint", ["--strict", *yaml])
-        self._tool("ruff", ["check", ".", *programs])
-        self._tool("ruff", ["format", "--check", ".", *programs])
-        self._tool("mypy", ["--strict", *package_words])
-        self._tool("mypy", ["--strict", "--scripts-are-modules", *programs])
-        self._tool("shellcheck", shell_programs(PROJECT / name for name in _CODE))
-
-    def _tool(self, tool: str, arguments: Sequence[str]) -> None:
-        shown = " ".join(
-            [tool, *(word for word in arguments[:2] if word in ("check", "format") or word == "-p")]
+        self._tool(
+            "ansible-lint", "ansible-lint", ["--offline", "--strict", "--profile", "production", *ansible]
         )
-        code, seconds = self._run(f"lint: {shown}", [self._venv.program(tool), *arguments])
-        self.outcomes.append(Outcome(shown, int(code == 0), int(code != 0), 0, seconds))
+        self._tool("yamllint", "yamllint", ["--strict", *yaml])
+        self._tool("ruff check", "ruff", ["check", ".", *programs])
+        self._tool("ruff format", "ruff", ["format", "--check", ".", *programs])
+        self._tool("mypy of packages", "mypy", ["--strict", *package_words])
+        self._tool("mypy of programs", "mypy", ["--strict", "--scripts-are-modules", *programs])
+        self._tool("shellcheck", "shellcheck", shell_programs(PROJECT / name for name in _CODE))
+
+    def _tool(self, name: str, tool: str, arguments: Sequence[str]) -> None:
+        code, seconds = self._run(f"lint: {name}", [self._venv.program(tool), *arguments])
+        self.outcomes.append(Outcome(name, int(code == 0), int(code != 0), 0, seconds))
 
     def _pytest(self, name: str, paths: Sequence[str]) -> None:
         report = self._results / f"{name}.xml"

@@ -76,7 +76,7 @@ def stop_engine_if_ours(state: Path) -> bool:
             return False
         if run(["docker", "ps", "--quiet"], timeout=60).stdout.strip():
             return False
-        run(as_root(["kill", "-TERM", str(pid)]), timeout=30)
+        run(as_root(["sh", "-c", 'kill -TERM "$1"', "sh", str(pid)]), timeout=30)
         deadline = time.monotonic() + _STOP_SECONDS
         while started_by_us(state) == pid:
             if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ def _daemon_log(state: Path) -> Path:
 def _start(pid_file: Path, log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    script = 'exec setsid --fork dockerd --pidfile "$1" >>"$2" 2>&1 </dev/null'
+    script = 'exec setsid --fork dockerd --log-level warn --pidfile "$1" >>"$2" 2>&1 </dev/null'
     run(as_root(["sh", "-c", script, "sh", str(pid_file), str(log)]), timeout=60)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import ipaddress
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +72,10 @@ _HOST_FLAGS = (
     "--tmpfs=/tmp:exec",
 )
 _INIT = "/usr/local/sbin/memory-host-init"
+
+# What images/host/init gives up: the clock and the kernel modules are the machine's.
+_GIVEN_UP = "-sys_time,-sys_module"
+
 _BOOT_SECONDS = 90.0
 
 
@@ -438,10 +442,13 @@ def _record(state: Path, name: str, address: str | None, host_key: str = "") -> 
         _replace(directory / "config", ssh_config(directory, addresses))
 
 
-def ssh_config(directory: Path, addresses: Mapping[str, str]) -> str:
-    """Return the ssh client configuration with which the hosts in `addresses` (by name) are reached."""
+def ssh_config(directory: Path, names: Iterable[str]) -> str:
+    """Return the ssh client configuration with which the managed hosts `names` are reached."""
     key, known = (str(directory / file).replace("%", "%%") for file in ("id_ed25519", "known_hosts"))
-    blocks = [f"Host {name}\n  HostName {address}\n" for name, address in sorted(addresses.items())]
+    # A managed host listens on nothing of its own: each session starts a server through the outer engine, with
+    # the capabilities that the host's first process keeps.
+    server = f"setpriv --bounding-set={_GIVEN_UP} /usr/sbin/sshd -i"
+    blocks = [f"Host {name}\n  ProxyCommand docker exec -i {name} {server}\n" for name in sorted(names)]
     blocks.append(
         "Host *\n"
         "  User root\n"
@@ -466,7 +473,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _authorize(name: str, public_key: str) -> None:
-    script = "umask 077 && mkdir -p /root/.ssh && cat >/root/.ssh/authorized_keys"
+    script = "ssh-keygen -A >/dev/null && umask 077 && mkdir -p /root/.ssh && cat >/root/.ssh/authorized_keys"
     run(["docker", "exec", "-i", name, "sh", "-c", script], stdin=public_key, timeout=30)
 
 
@@ -485,7 +492,7 @@ def _wait_for_ssh(state: Path, name: str) -> None:
         if time.monotonic() > deadline:
             raise BundleError(
                 f"the host {name} runs but does not answer ssh: {answer.stderr.strip()}",
-                "Ansible reaches it that way; container addresses are reachable only with a local engine",
-                "use the Docker Engine of this Linux machine itself (not Docker Desktop, rootless or remote)",
+                "Ansible reaches it that way, through `docker exec`",
+                f"look at `docker exec {name} /usr/sbin/sshd -t`, and at the log of the host: `docker logs {name}`",
             )
         time.sleep(0.5)

@@ -88,7 +88,9 @@ def test_hosts_are_remembered_replaced_and_forgotten(tmp_path: Path) -> None:
     addresses, known, config = recorded(tmp_path)
     assert addresses == {"box-ab": "10.213.7.21", "box-c": "10.213.7.20"}
     assert known == "box-ab,10.213.7.21 ssh-ed25519 BBBB\nbox-c,10.213.7.20 ssh-ed25519 CCCC\n"
-    assert "Host box-c\n  HostName 10.213.7.20\n" in config
+    server = "setpriv --bounding-set=-sys_time,-sys_module /usr/sbin/sshd -i"
+    assert f"Host box-c\n  ProxyCommand docker exec -i box-c {server}\n" in config
+    assert hosts._GIVEN_UP in (hosts._SOURCES / "init").read_text()
     hosts._record(tmp_path, "box-c", None)
     addresses, known, config = recorded(tmp_path)
     assert addresses == {"box-ab": "10.213.7.21"}
@@ -99,7 +101,7 @@ def test_hosts_are_remembered_replaced_and_forgotten(tmp_path: Path) -> None:
 
 
 def test_the_ssh_configuration_is_strict_and_survives_odd_paths() -> None:
-    text = hosts.ssh_config(Path("/srv/100% mine/ssh"), {})
+    text = hosts.ssh_config(Path("/srv/100% mine/ssh"), [])
     assert "StrictHostKeyChecking yes" in text
     assert "GlobalKnownHostsFile /dev/null" in text
     assert 'UserKnownHostsFile "/srv/100%% mine/ssh/known_hosts"' in text

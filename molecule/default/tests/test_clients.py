@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from mcp import ClientSession
-from mcp.client.streamable_http import streamablehttp_client
+from mcp.client.streamable_http import streamable_http_client
 
 PREFIX = os.environ.get("MEMORY_SANDBOX", "memory-sandbox")
 NAME = f"{PREFIX}-molecule-default"
@@ -42,16 +42,12 @@ def test_mcp_sdk_stores_and_recalls(url: str, key: str, authority: Path) -> None
     """S2-27, S2-29: initialize, list, retain and recall with the official SDK through TLS."""
     word = "marker" + secrets.token_hex(6)
 
-    def client(headers: Any = None, timeout: Any = None, auth: Any = None) -> httpx.AsyncClient:
-        context = ssl.create_default_context(cafile=str(authority))
-        return httpx.AsyncClient(headers=headers, timeout=timeout, auth=auth, verify=context)
-
     async def converse() -> tuple[str, set[str], str, str]:
         headers = {"Authorization": f"Bearer {key}"}
+        context = ssl.create_default_context(cafile=str(authority))
         async with (
-            streamablehttp_client(
-                f"{url}/v1/memory/mcp", headers=headers, httpx_client_factory=client
-            ) as streams,
+            httpx2.AsyncClient(headers=headers, verify=context, timeout=60) as http,
+            streamable_http_client(f"{url}/v1/memory/mcp", http_client=http) as streams,
             ClientSession(streams[0], streams[1]) as session,
         ):
             hello = await session.initialize()
@@ -63,7 +59,7 @@ def test_mcp_sdk_stores_and_recalls(url: str, key: str, authority: Path) -> None
                 "memory_recall", {"alias": "memory.sandbox", "query": f"Which colour has the {word}?"}
             )
             return (
-                hello.serverInfo.name,
+                hello.server_info.name,
                 {tool.name for tool in tools.tools},
                 stored.content[0].text,
                 found.content[0].text,
@@ -79,15 +75,15 @@ def test_mcp_sdk_stores_and_recalls(url: str, key: str, authority: Path) -> None
 def test_two_principals_do_not_share_a_bank(host: Any, url: str, key: str, authority: Path) -> None:
     """S2-13, S2-14: the alias of another principal is forbidden."""
     context = ssl.create_default_context(cafile=str(authority))
-    with httpx.Client(verify=context, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx2.Client(verify=context, headers={"Authorization": f"Bearer {key}"}) as client:
         body = {"alias": "memory.canary", "operation": "recall", "arguments": {"query": "x"}}
         answer = client.post(f"{url}/v1/memory", json=body)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "key_access_denied")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "memory_forbidden")
 
 
 def test_reflect_without_a_provider_is_refused(url: str, key: str, authority: Path) -> None:
     context = ssl.create_default_context(cafile=str(authority))
-    with httpx.Client(verify=context, headers={"Authorization": f"Bearer {key}"}) as client:
+    with httpx2.Client(verify=context, headers={"Authorization": f"Bearer {key}"}) as client:
         body = {
             "alias": "memory.sandbox",
             "operation": "reflect",
