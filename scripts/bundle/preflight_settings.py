@@ -38,6 +38,8 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
         "memory_activation_etc_dir": "path",
         "memory_activation_project": "str",
         "memory_activation_wait_seconds": "int",
+        "memory_activation_readback_passes": "int",
+        "memory_activation_compatible_heads": "list",
         "memory_activation_delete_data": "bool",
         "memory_activation_delete_confirm": "str",
     },

@@ -1,4 +1,4 @@
-"""Command line of memoryctl: `python3 -m memoryctl readback|status|activate RELEASE`."""
+"""Command line of memoryctl: `python3 -m memoryctl readback|status|rollback|activate RELEASE`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True)
     verbs.add_parser("readback", help="ask every gate of the current release")
     verbs.add_parser("status", help="what runs, since when, of which release")
+    verbs.add_parser("rollback", help="go back to the release committed before the current one")
+    verbs.add_parser("guard", help="bring back an activation whose run has died (the guard's timer calls this)")
     activate = verbs.add_parser("activate", help="activate a staged release, or prove that it is live")
     activate.add_argument("release", help="id of the release (a directory below STATE/releases)")
     return top
@@ -29,12 +31,21 @@ def parser() -> argparse.ArgumentParser:
 def text(verb: str, result: commands.Data) -> str:
     """Result for a person."""
     if verb == "status":
-        lines = [f"release {result['release'] or 'none'}, committed {result['committed_at'] or 'never'}"]
+        lines = [
+            f"release {result['release'] or 'none'}, committed {result['committed_at'] or 'never'}",
+            f"last change: {result['state'] or 'none'}" + (f" ({result['reason']})" if result["reason"] else ""),
+        ]
+        if result["armed_for"]:
+            lines.append(f"an activation of {result['armed_for'][:12]} is running, and guarded")
+        if result["closed"]:
+            lines.append("the edge is closed: it answers 503")
         lines += [
             f"  {name:<11} {item['status']} {item['health']} since {item['since'][:19]}Z"
             for name, item in result["services"].items()
         ]
         return "\n".join(lines)
+    if verb == "guard":
+        return f"unfinished activation: {result['ended']}" if result["ended"] else "nothing to bring back"
     lines = [
         f"{item['verdict']:<14} {item['id']:<22} {item['latency_ms']:>6} ms  {item['proves']}"
         for item in result["gates"]

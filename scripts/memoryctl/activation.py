@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import database, engine, files, hindsight, journal, readback, release, secretstore
+from . import database, engine, evidence, files, guard, hindsight, journal, readback, release, secretstore
 from .errors import Exit, Refused
 from .layout import Layout
 from .release import Release
@@ -15,6 +17,9 @@ from .release import Release
 EDGE_CA = "caddy/pki/authorities/local/root.crt"
 EDGE_CA_SECONDS = 15.0
 EDGE_ANSWER_SECONDS = 90.0
+CLOSED = "closed"
+# Databases, API and worker, router, edge, and as much again for migrations and the readback.
+DEADLINE_SERVICES = 6
 
 
 @dataclass(frozen=True)
@@ -63,38 +68,181 @@ def differences(
     return reasons
 
 
-def activate(layout: Layout, release_id: str) -> Outcome:
-    """Make `release_id` the live release, or prove that it already is.
+def activate(layout: Layout, release_id: str, action: str = "activation") -> Outcome:
+    """Make `release_id` the live release, or prove that it already is; otherwise bring the previous one back.
 
     Raises:
-        Refused: a step or a gate failed; its name is in the message and in the journal.
+        Refused: a step or a gate failed; its name is in the message and in the journal. The message also says whether
+            the previous release serves again, proved, or whether the edge was closed.
     """
-    with journal.exclusive(layout, f"activation of {release_id[:12]}"):
+    with journal.exclusive(layout, f"{action} of {release_id[:12]}"):
+        recover(layout)
         subject = release.load(layout, release_id)
+        current = release.current_id(layout)
         _require_images(subject)
         compose = compose_for(layout, subject)
-        current = release.current_id(layout)
         reasons = differences(subject, current, engine.containers(compose.project), compose.config_hashes())
-        if not reasons:
+        if not reasons and not is_closed(layout):
             banks = _ensure_banks(layout, subject)
-            return Outcome(release_id, [], banks, _prove(layout, subject, compose))
-        journal.append(layout, "activating", release=release_id, replaces=current, reasons=reasons)
+            gates = _prove(layout, subject, compose)
+            _remember_secrets(layout)
+            return Outcome(release_id, [], banks, gates)
+        if current is not None and current != release_id:
+            _require_images(release.load(layout, current))
+        journal.append(layout, "staged", release=release_id, replaces=current, reasons=reasons)
+        deadline = time.time() + DEADLINE_SERVICES * int(subject.manifest["wait_seconds"])
+        guard.arm(layout, guard.Armed(release_id, current, deadline, os.getpid()))
+        journal.append(layout, "armed", release=release_id)
         try:
-            changed = _bring_up(layout, subject, compose)
+            journal.append(layout, "activating", release=release_id)
+            changed = _bring_up(layout, subject, compose, migrate=True)
             journal.append(layout, "reading-back", release=release_id)
             gates = _prove(layout, subject, compose)
+            _require_controller()
         except Refused as error:
-            journal.append(layout, "failed", release=release_id, gate=error.gate, reason=error.what)
-            raise
-        files.replace_symlink(layout.current, f"releases/{release_id}")
-        journal.append(
-            layout,
-            "committed",
-            release=release_id,
-            gates=len(gates),
-            fingerprints=fingerprints(layout, subject),
-        )
+            raise _back(layout, guard.Armed(release_id, current, 0, 0), error) from error
+        _commit(layout, subject, gates)
         return Outcome(release_id, reasons, changed, gates)
+
+
+def roll_back(layout: Layout) -> Outcome:
+    """Make the release that was committed before the current one live again: the same path, the same gates."""
+    current, previous = release.current_id(layout), release.previous_id(layout)
+    if previous is None or previous == current:
+        raise Refused(
+            "rollback",
+            "this host has no release before the current one",
+            "there is nothing to go back to",
+            "activate a release with playbooks/site.yml",
+        )
+    subject = release.load(layout, previous)
+    running = release.load(layout, current) if current else subject
+    _require_compatible(subject, database.state(compose_for(layout, running)).head)
+    return activate(layout, previous, "roll-back")
+
+
+def recover(layout: Layout) -> str | None:
+    """Bring back an activation whose run has died. Returns how it ended, or None when there was none.
+
+    Called with the lock held.
+    """
+    found = guard.armed(layout)
+    if found is None:
+        return None
+    if release.current_id(layout) == found.release and _is_committed(layout, found.release):
+        guard.disarm(layout)
+        return "committed"
+    cause = Refused(
+        "interrupted",
+        f"the run that activated {found.release[:12]} ended without a result",
+        "nobody knows how far it came",
+        "nothing: the host goes back by itself",
+    )
+    return str(_back(layout, found, cause).gate)
+
+
+def is_closed(layout: Layout) -> bool:
+    """Whether the edge answers 503 because a roll-back could not be proved."""
+    return (layout.edge_state / CLOSED).exists()
+
+
+def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
+    """Bring the previous release back and prove it, or close the edge. Returns the refusal that tells which."""
+    journal.append(layout, "rolling-back", release=found.release, to=found.previous, gate=cause.gate, reason=cause.what)
+    try:
+        failed = release.load(layout, found.release)
+        kept = evidence.keep(layout, failed.manifest["project"], cause.text())
+        if found.previous is None:
+            raise Refused(
+                "rollback",
+                "there is no committed release to go back to",
+                "the first activation of this host failed",
+                "mend the cause, then run playbooks/site.yml",
+            )
+        subject = release.load(layout, found.previous)
+        secretstore.restore(layout)
+        compose = compose_for(layout, subject)
+        _bring_up(layout, subject, compose, migrate=False)
+        gates = _prove(layout, subject, compose)
+    except Refused as error:
+        return _fail_closed(layout, found, cause, error)
+    entry = journal.append(layout, "rolled-back", release=found.previous, gates=gates, cause=cause.gate, evidence=kept)
+    guard.disarm(layout)
+    return Refused(
+        cause.gate,
+        f"{cause.what}\n    release {found.previous[:12]} serves again, proved by {len(gates)} gates (entry {entry['sequence']})",
+        cause.why,
+        f"{cause.fix}; logs are kept in {layout.evidence / kept}",
+        Exit.ROLLED_BACK,
+    )
+
+
+def _fail_closed(layout: Layout, found: guard.Armed, cause: Refused, error: Refused) -> Refused:
+    (layout.edge_state / CLOSED).touch()
+    journal.append(
+        layout, "failed-closed", release=found.release, to=found.previous, cause=cause.gate, gate=error.gate, reason=error.what
+    )
+    guard.disarm(layout)
+    return Refused(
+        cause.gate,
+        f"{cause.what}\n    and the previous release could not be proved: [{error.gate}] {error.what}\n    the edge answers 503",
+        "nothing that is not proved may serve",
+        f"{error.fix}; then run playbooks/site.yml, which opens the edge again when every gate passed",
+        Exit.FAILED_CLOSED,
+    )
+
+
+def _commit(layout: Layout, subject: Release, gates: list[dict[str, Any]]) -> None:
+    current = release.current_id(layout)
+    if current is not None and current != subject.id:
+        files.replace_symlink(layout.previous, f"releases/{current}")
+    _remember_secrets(layout)
+    files.replace_symlink(layout.current, f"releases/{subject.id}")
+    journal.append(
+        layout,
+        "committed",
+        release=subject.id,
+        lock=files.sha256((subject.directory / release.LOCK).read_bytes()),
+        gates=gates,
+        fingerprints=fingerprints(layout, subject),
+    )
+    guard.disarm(layout)
+
+
+def _remember_secrets(layout: Layout) -> None:
+    if not secretstore.same(layout):
+        secretstore.snapshot(layout)
+
+
+def _is_committed(layout: Layout, release_id: str) -> bool:
+    newest = journal.entries(layout)[-1]
+    return bool(newest["state"] == "committed" and newest["facts"]["release"] == release_id)
+
+
+def _require_controller() -> None:
+    """Refuse to commit when nobody is left to be told: the reader of standard output is gone."""
+    poll = select.poll()
+    poll.register(1, select.POLLERR | select.POLLHUP)
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        raise Refused(
+            "controller",
+            "whoever started this run has gone away",
+            "a change that nobody watches is not committed",
+            "run playbooks/site.yml again",
+        )
+
+
+def _require_compatible(subject: Release, head: str) -> None:
+    expected = subject.manifest["hindsight"]["migration_head"]
+    if head in (expected, *subject.manifest["hindsight"]["compatible_heads"]):
+        return
+    raise Refused(
+        "schema-head",
+        f"the database is at migration {head or 'none'}, release {subject.id[:12]} is made for {expected}",
+        "an older Hindsight on a newer schema starts, looks healthy, and may lose what the newer one wrote",
+        "stay on the current release, or restore a backup of the older one into a new volume; only a release that lists "
+        "the newer head in memory_activation_compatible_heads may go back in place",
+    )
 
 
 def _require_images(subject: Release) -> None:
@@ -109,17 +257,24 @@ def _require_images(subject: Release) -> None:
         )
 
 
-def _bring_up(layout: Layout, subject: Release, compose: engine.Compose) -> list[str]:
+def _bring_up(layout: Layout, subject: Release, compose: engine.Compose, migrate: bool) -> list[str]:
     wait = int(subject.manifest["wait_seconds"])
     services = list(subject.manifest["service_images"])
     first = [service for service in services if service in (database.SERVICE, "embeddings")]
     compose.up(first, wait, "database")
-    changed = _migrate(subject, compose, wait)
+    if migrate:
+        changed = _migrate(subject, compose, wait)
+    else:
+        changed = []
+        _require_compatible(subject, database.state(compose).head)
     compose.up(["api", "worker"], wait, "hindsight")
     changed += _ensure_banks(layout, subject)
     compose.up(["router"], wait, "router")
     compose.up(["edge"], wait, "edge")
+    found = engine.containers(compose.project)
+    engine.remove([found[service].id for service in sorted(set(found) - set(services))])
     changed += _publish_edge_ca(layout, subject)
+    (layout.edge_state / CLOSED).unlink(missing_ok=True)
     _await_edge(layout, subject, compose)
     return changed
 
@@ -190,11 +345,30 @@ def _await_edge(layout: Layout, subject: Release, compose: engine.Compose) -> No
 
 
 def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:
-    verdicts = readback.run(readback.Context(layout, subject, compose))
-    bad = readback.failures(verdicts)
-    if bad:
-        raise gate_failure(bad)
+    """Ask every gate as often as the release says; all passes must see the same containers.
+
+    Returns the verdicts of the last pass.
+    """
+    started = _start_times(subject)
+    verdicts: list[readback.Verdict] = []
+    for _ in range(int(subject.manifest["readback_passes"])):
+        verdicts = readback.run(readback.Context(layout, subject, compose))
+        bad = readback.failures(verdicts)
+        if bad:
+            raise gate_failure(bad)
+    if _start_times(subject) != started:
+        raise Refused(
+            "steady",
+            "a container was replaced or restarted while it was being asked",
+            "the answers are not those of what runs now",
+            "look at `docker ps -a` and the logs of the container that is younger than the others",
+            Exit.FAILED,
+        )
     return readback.as_records(verdicts)
+
+
+def _start_times(subject: Release) -> dict[str, str]:
+    return {name: item.started_at for name, item in engine.containers(subject.manifest["project"]).items()}
 
 
 def gate_failure(bad: Sequence[readback.Verdict]) -> Refused:

@@ -15,6 +15,7 @@ from . import (
     activation,
     engine,
     files,
+    guard,
     images,
     journal,
     policy,
@@ -24,7 +25,7 @@ from . import (
     secretstore,
     teardown,
 )
-from .errors import Refused
+from .errors import Exit, Refused
 from .files import Ownership
 from .layout import Layout
 
@@ -88,6 +89,7 @@ def stage(layout: Layout, given: Data, check: bool) -> Data:
     """Write a release. Input `contents` (text by relative path). Returns `release` and a diff against the current one."""
     release_id, changes = release.stage(layout, given["contents"], check)
     changes += release.ensure_command(layout, check)
+    changes += guard.ensure_units(layout, check)
     current = release.current_id(layout)
     diff = [] if current == release_id else release.differences(layout, given["contents"])
     return _changes(changes, release=release_id, current=current, diff=diff)
@@ -109,6 +111,30 @@ def activate(layout: Layout, given: Data, check: bool) -> Data:
     return _changes(outcome.reasons + outcome.changed, release=outcome.release, gates=outcome.gates)
 
 
+def roll_back(layout: Layout, given: Data, check: bool) -> Data:
+    """Go back to the release committed before the current one."""
+    if check:
+        return _changes([f"release {(release.previous_id(layout) or 'none')[:12]} in place of the current one"], gates=[])
+    outcome = activation.roll_back(layout)
+    return _changes(outcome.reasons + outcome.changed, release=outcome.release, gates=outcome.gates)
+
+
+def watch(layout: Layout, given: Data, check: bool) -> Data:
+    """What the guard's timer calls: bring back an activation whose run has died. Returns `ended` (null: nothing to do)."""
+    found = guard.armed(layout)
+    if found is None:
+        return {"changed": False, "changes": [], "ended": None}
+    overdue = guard.end_overdue_run(found)
+    try:
+        with journal.exclusive(layout, "guard"):
+            ended = activation.recover(layout)
+    except Refused as error:
+        if error.code == Exit.BUSY and not overdue:
+            return {"changed": False, "changes": [], "ended": None}
+        raise
+    return _changes([f"unfinished activation: {ended}"] if ended else [], ended=ended)
+
+
 def ask_readback(layout: Layout, given: Data, check: bool) -> Data:
     """Ask every gate of the current release. Returns `gates`; the caller judges."""
     subject = _current(layout)
@@ -119,16 +145,24 @@ def ask_readback(layout: Layout, given: Data, check: bool) -> Data:
 
 
 def status(layout: Layout, given: Data, check: bool) -> Data:
-    """What runs, since when, of which release."""
+    """What runs, since when, of which release; how the last change ended; whether a guard is armed."""
     current = release.current_id(layout)
     project = release.load(layout, current).manifest["project"] if current else given.get("project", "memory")
     containers = engine.containers(project)
-    committed = journal.last(layout, "committed")
+    history = journal.entries(layout)
+    committed = next((entry for entry in reversed(history) if entry["state"] == "committed"), None)
+    armed = guard.armed(layout)
     return {
         "changed": False,
         "changes": [],
         "release": current,
+        "previous": release.previous_id(layout),
         "committed_at": committed["at"] if committed else None,
+        "state": history[-1]["state"] if history else None,
+        "entry": history[-1]["sequence"] if history else None,
+        "reason": history[-1]["facts"].get("cause") or history[-1]["facts"].get("gate") if history else None,
+        "armed_for": armed.release if armed else None,
+        "closed": activation.is_closed(layout),
         "services": {
             name: {
                 "status": item.status,
@@ -168,6 +202,8 @@ COMMANDS = {
     "stage": stage,
     "activate": activate,
     "readback": ask_readback,
+    "rollback": roll_back,
+    "guard": watch,
     "status": status,
     "teardown": remove,
 }

@@ -75,6 +75,13 @@ def containers(project: str) -> dict[str, Container]:
     return found
 
 
+def remove(ids: Sequence[str]) -> None:
+    """Stop and remove containers; their named volumes stay."""
+    if ids:
+        process.run(["docker", "stop", "--time", "60", *ids], timeout=180, gate="engine")
+        process.run(["docker", "rm", *ids], timeout=60, gate="engine")
+
+
 @dataclass(frozen=True)
 class Compose:
     """Compose commands on one rendered file of one project."""

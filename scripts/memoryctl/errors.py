@@ -13,6 +13,8 @@ class Exit(enum.IntEnum):
     USAGE = 2
     REFUSED = 3
     COULD_NOT_ASK = 4
+    ROLLED_BACK = 5
+    FAILED_CLOSED = 6
     BUSY = 75
 
 

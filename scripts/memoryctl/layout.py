@@ -30,6 +30,36 @@ class Layout:
         return self.state / "current"
 
     @property
+    def previous(self) -> Path:
+        """The release that was committed before the current one."""
+        return self.state / "previous"
+
+    @property
+    def armed(self) -> Path:
+        """What an unfinished activation has to be brought back to; absent while none runs."""
+        return self.state / "armed.json"
+
+    @property
+    def guard(self) -> Path:
+        """The program that brings an unfinished activation back, copied here before anything changes."""
+        return self.state / "guard"
+
+    @property
+    def evidence(self) -> Path:
+        """Logs and definitions of containers, kept when an activation failed."""
+        return self.state / "evidence"
+
+    @property
+    def edge_state(self) -> Path:
+        """Seen by the edge: while it holds the file `closed`, every request is answered 503."""
+        return self.state / "edge-state"
+
+    @property
+    def committed_secrets(self) -> Path:
+        """The secrets with which the current release was committed."""
+        return self.etc / "secrets-committed"
+
+    @property
     def journal(self) -> Path:
         return self.state / "journal"
 

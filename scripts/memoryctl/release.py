@@ -15,6 +15,7 @@ from .layout import Layout
 
 MANIFEST = "release.json"
 COMPOSE = "compose.yaml"
+LOCK = "images.lock.json"
 SCHEMA = "memory-bundle.release/v1"
 CONFIG_PREFIX = "config/"
 COMMAND = Path("/usr/local/sbin/memoryctl")
@@ -161,6 +162,11 @@ def ensure_command(layout: Layout, check: bool) -> list[str]:
     )
     want = files.Ownership(files.ROOT_PUBLIC.uid, files.ROOT_PUBLIC.gid, 0o755)
     return [str(COMMAND)] if files.ensure_file(COMMAND, program.encode(), want, check) else []
+
+
+def previous_id(layout: Layout) -> str | None:
+    """Id of the release committed before the current one, or None."""
+    return layout.previous.readlink().name if layout.previous.is_symlink() else None
 
 
 def current_id(layout: Layout) -> str | None:

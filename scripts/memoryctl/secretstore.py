@@ -10,6 +10,8 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,3 +212,65 @@ def fingerprint(layout: Layout, consumer: str) -> str:
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         digest.update(files.canonical([path.name, files.sha256(path.read_bytes())]))
     return digest.hexdigest()[:32]
+
+
+def known_values(layout: Layout) -> list[str]:
+    """Every secret value of this host, longest first: what must not be in anything that is kept or shown."""
+    values = set()
+    for directory in (layout.secrets / "store", layout.committed_secrets / "store"):
+        for path in directory.iterdir() if directory.is_dir() else []:
+            values.add(read_source(path) or "")
+    for path in layout.device_keys.glob("*.key"):
+        values.add(path.read_text().strip())
+    return sorted((value for value in values if len(value) >= MINIMUM_LENGTH), key=len, reverse=True)
+
+
+def snapshot(layout: Layout) -> None:
+    """Keep the secrets as they are now: what a roll-back to the release committed with them needs."""
+    partial = layout.committed_secrets.with_name(f".{layout.committed_secrets.name}.partial")
+    _copy_tree(layout.secrets, partial)
+    outdated = layout.committed_secrets.with_name(f".{layout.committed_secrets.name}.outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if layout.committed_secrets.exists():
+        layout.committed_secrets.rename(outdated)
+    partial.rename(layout.committed_secrets)
+    files.fsync_directory(layout.committed_secrets.parent)
+    shutil.rmtree(outdated, ignore_errors=True)
+
+
+def same(layout: Layout) -> bool:
+    """Whether the secrets equal the last snapshot."""
+    return _contents(layout.secrets) == _contents(layout.committed_secrets)
+
+
+def _contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def restore(layout: Layout) -> list[str]:
+    """Bring the secrets back to the last snapshot. Returns the files that differed."""
+    changed = []
+    for source in sorted(path for path in layout.committed_secrets.rglob("*") if path.is_file()):
+        info = source.stat()
+        target = layout.secrets / source.relative_to(layout.committed_secrets)
+        want = Ownership(info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
+        files.ensure_directory(target.parent, _ownership(source.parent), check=False)
+        if files.ensure_file(target, source.read_bytes(), want, check=False):
+            changed.append(str(target))
+    return changed
+
+
+def _ownership(path: Path) -> Ownership:
+    info = path.stat()
+    return Ownership(info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700)
+    for path in sorted(source.rglob("*")):
+        destination = target / path.relative_to(source)
+        if path.is_dir():
+            files.ensure_directory(destination, _ownership(path), check=False)
+        else:
+            files.write_atomic(destination, path.read_bytes(), _ownership(path))

@@ -14,7 +14,7 @@ options:
     description: Name of the command.
     type: str
     required: true
-    choices: [paths, images, secrets, material, policy, keys, stage, activate, readback, status, teardown]
+    choices: [paths, images, secrets, material, policy, keys, stage, activate, readback, rollback, guard, status, teardown]
   given:
     description: Input of the command. It holds no secret.
     type: dict
