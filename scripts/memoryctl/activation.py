@@ -15,6 +15,7 @@ from .release import Release
 EDGE_CA = "caddy/pki/authorities/local/root.crt"
 EDGE_CA_SECONDS = 15.0
 EDGE_ANSWER_SECONDS = 90.0
+MIGRATION_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,15 @@ def activate(layout: Layout, release_id: str) -> Outcome:
         except Refused as error:
             journal.append(layout, "failed", release=release_id, gate=error.gate, reason=error.what)
             raise
+        except Exception as error:
+            journal.append(
+                layout,
+                "failed",
+                release=release_id,
+                gate="program",
+                reason=f"{type(error).__name__}: {error}",
+            )
+            raise
         files.replace_symlink(layout.current, f"releases/{release_id}")
         journal.append(
             layout,
@@ -119,6 +129,8 @@ def _bring_up(layout: Layout, subject: Release, compose: engine.Compose) -> list
     changed += _ensure_banks(layout, subject)
     compose.up(["router"], wait, "router")
     compose.up(["edge"], wait, "edge")
+    found = engine.containers(compose.project)
+    engine.remove([found[service].id for service in sorted(set(found) - set(services))])
     changed += _publish_edge_ca(layout, subject)
     _await_edge(layout, subject, compose)
     return changed
@@ -139,7 +151,7 @@ def _migrate(subject: Release, compose: engine.Compose, wait: int) -> list[str]:
         )
     if state.head == expected:
         return []
-    compose.run_once("migrate", max(wait, 600), "migration")
+    compose.run_once("migrate", max(wait, MIGRATION_SECONDS), "migration")
     found = database.state(compose).head
     if found != expected:
         raise Refused(
@@ -191,6 +203,15 @@ def _await_edge(layout: Layout, subject: Release, compose: engine.Compose) -> No
 
 def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:
     verdicts = readback.run(readback.Context(layout, subject, compose))
+    bad = readback.failures(verdicts)
+    if bad:
+        raise gate_failure(bad)
+    return readback.as_records(verdicts)
+
+
+def rehearse(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:
+    """Ask the gates that store nothing, and refuse when one does not pass: what check mode can say of a live release."""
+    verdicts = readback.run(readback.Context(layout, subject, compose), readback.STORING)
     bad = readback.failures(verdicts)
     if bad:
         raise gate_failure(bad)

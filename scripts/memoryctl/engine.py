@@ -29,7 +29,6 @@ class Container:
     status: str
     health: str
     started_at: str
-    restarts: int
 
 
 def inspect_images(references: Sequence[str]) -> dict[str, dict[str, Any] | None]:
@@ -70,9 +69,15 @@ def containers(project: str) -> dict[str, Container]:
             status=state["Status"],
             health=state.get("Health", {}).get("Status", "none"),
             started_at=state["StartedAt"],
-            restarts=raw["RestartCount"],
         )
     return found
+
+
+def remove(ids: Sequence[str]) -> None:
+    """Stop and remove containers; their named volumes stay."""
+    if ids:
+        process.run(["docker", "stop", "--time", "60", *ids], timeout=180, gate="engine")
+        process.run(["docker", "rm", *ids], timeout=60, gate="engine")
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,29 @@ class Compose:
             gate=gate,
         )
 
-    def run_once(self, service: str, timeout: int, gate: str) -> str:
-        """Run `service` to its end in a container of its own and return what it wrote to standard output."""
-        return self._run(
-            "--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate
-        ).out
+    def run_once(self, service: str, timeout: int, gate: str) -> None:
+        """Run `service` to its end in a container of its own.
+
+        Raises:
+            Refused: one is running already, or this one failed; then its container is gone too.
+        """
+        listing = ["docker", "ps", "-aq", "--filter", f"label={PROJECT_LABEL}={self.project}"]
+        listing += ["--filter", f"label={ONE_OFF_LABEL}=True", "--filter", f"label={SERVICE_LABEL}={service}"]
+        running = process.run([*listing, "--filter", "status=running"], gate=gate).out.split()
+        if running:
+            raise Refused(
+                gate,
+                f"{service} is running already, in container {running[0]}",
+                "two at once would work on one schema",
+                "wait until that container ends (docker ps), then run again",
+                Exit.BUSY,
+            )
+        try:
+            self._run("--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate)
+        except Refused:
+            # The client may have given up while the container goes on.
+            remove(process.run(listing, gate=gate).out.split())
+            raise
 
     def exec(
         self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .layout import Layout
 
 GENERATED_BYTES = 32
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+# The database reads these once, when its volume is empty.
+FIXED_AT_FIRST_START = ("postgres-hindsight-password", "postgres-superuser-password")
 MINIMUM_LENGTH = 16
 MAXIMUM_LENGTH = 512
 
@@ -134,7 +137,16 @@ def ensure(
             raise Refused(
                 "secret-value", f"{name!r} is no secret name", "it becomes a file name", "use a-z, 0-9 and -"
             )
-        value = given.get(name) or read_source(store / name) or secrets.token_urlsafe(GENERATED_BYTES)
+        present = read_source(store / name)
+        value = given.get(name) or present or secrets.token_urlsafe(GENERATED_BYTES)
+        if name in FIXED_AT_FIRST_START and present is not None and value != present:
+            raise Refused(
+                "database-password",
+                f"the inventory gives another {name} than this host holds",
+                "the database keeps the password of its first start; the one that works would be overwritten",
+                f"take it out of the inventory, or change the role's password inside the database first and write the same "
+                f"value to {store / name}",
+            )
         refuse_unusable(name, value)
         values[name] = value
     changed = []
@@ -178,7 +190,10 @@ def _remove_leftovers(directory: Path, expected: set[str], check: bool) -> list[
     leftovers = [path for path in sorted(directory.iterdir()) if path.name not in expected]
     if not check:
         for path in leftovers:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     return [f"{path} (removed)" for path in leftovers]
 
 
