@@ -145,7 +145,7 @@ def test_nothing_else_is_reached_from_the_outside(
     ]
     assert len(targets) > 15
     # A listener of the host on one of its inner addresses shows that the routes of the probe do lead there.
-    gateway = next(iter(containers["router"]["NetworkSettings"]["Networks"].values()))["Gateway"]
+    gateway = containers["edge"]["NetworkSettings"]["Networks"]["memory_public"]["Gateway"]
     host.check_output(f"systemd-run --unit=control --collect python3 -m http.server 7999 --bind {gateway}")
     targets.append((gateway, 7999))
     network = subprocess.run(
