@@ -22,7 +22,9 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("readback", help="ask every gate of the current release")
     verbs.add_parser("status", help="what runs, since when, of which release")
     verbs.add_parser("rollback", help="go back to the release committed before the current one")
-    verbs.add_parser("guard", help="bring back an activation whose run has died (the guard's timer calls this)")
+    verbs.add_parser(
+        "guard", help="bring back an activation whose run has died (the guard's timer calls this)"
+    )
     activate = verbs.add_parser("activate", help="activate a staged release, or prove that it is live")
     activate.add_argument("release", help="id of the release (a directory below STATE/releases)")
     return top
@@ -33,7 +35,8 @@ def text(verb: str, result: commands.Data) -> str:
     if verb == "status":
         lines = [
             f"release {result['release'] or 'none'}, committed {result['committed_at'] or 'never'}",
-            f"last change: {result['state'] or 'none'}" + (f" ({result['reason']})" if result["reason"] else ""),
+            f"last change: {result['state'] or 'none'}"
+            + (f" ({result['reason']})" if result["reason"] else ""),
         ]
         if result["armed_for"]:
             lines.append(f"an activation of {result['armed_for'][:12]} is running, and guarded")

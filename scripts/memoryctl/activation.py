@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ EDGE_CA = "caddy/pki/authorities/local/root.crt"
 EDGE_CA_SECONDS = 15.0
 EDGE_ANSWER_SECONDS = 90.0
 CLOSED = "closed"
-# Databases, API and worker, router, edge, and as much again for migrations and the readback.
+# Databases, API and worker, router, edge, and as much again for the readback.
 DEADLINE_SERVICES = 6
+MIGRATION_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def activate(layout: Layout, release_id: str, action: str = "activation") -> Out
         reasons = differences(subject, current, engine.containers(compose.project), compose.config_hashes())
         if not reasons and not is_closed(layout):
             banks = _ensure_banks(layout, subject)
-            gates = _prove(layout, subject, compose)
+            gates = _prove(layout, subject, compose, passes=1)
             _remember_secrets(layout)
             return Outcome(release_id, [], banks, gates)
         if current is not None and current != release_id:
             _require_images(release.load(layout, current))
         journal.append(layout, "staged", release=release_id, replaces=current, reasons=reasons)
-        deadline = time.time() + DEADLINE_SERVICES * int(subject.manifest["wait_seconds"])
+        deadline = time.time() + MIGRATION_SECONDS + DEADLINE_SERVICES * int(subject.manifest["wait_seconds"])
         guard.arm(layout, guard.Armed(release_id, current, deadline, os.getpid()))
         journal.append(layout, "armed", release=release_id)
         try:
@@ -101,6 +102,15 @@ def activate(layout: Layout, release_id: str, action: str = "activation") -> Out
             _require_controller()
         except Refused as error:
             raise _back(layout, guard.Armed(release_id, current, 0, 0), error) from error
+        except Exception as error:
+            cause = Refused(
+                "program",
+                f"{type(error).__name__}: {error}",
+                "this is a fault of the program, and nobody knows what it left undone",
+                "report it with the evidence",
+                Exit.FAILED,
+            )
+            raise _back(layout, guard.Armed(release_id, current, 0, 0), cause) from error
         _commit(layout, subject, gates)
         return Outcome(release_id, reasons, changed, gates)
 
@@ -148,7 +158,9 @@ def is_closed(layout: Layout) -> bool:
 
 def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
     """Bring the previous release back and prove it, or close the edge. Returns the refusal that tells which."""
-    journal.append(layout, "rolling-back", release=found.release, to=found.previous, gate=cause.gate, reason=cause.what)
+    journal.append(
+        layout, "rolling-back", release=found.release, to=found.previous, gate=cause.gate, reason=cause.what
+    )
     try:
         failed = release.load(layout, found.release)
         kept = evidence.keep(layout, failed.manifest["project"], cause.text())
@@ -160,13 +172,22 @@ def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
                 "mend the cause, then run playbooks/site.yml",
             )
         subject = release.load(layout, found.previous)
-        secretstore.restore(layout)
+        restored = {path.parent.name for path in secretstore.restore(layout)}
         compose = compose_for(layout, subject)
-        _bring_up(layout, subject, compose, migrate=False)
+        # What started while a file was wrong holds the wrong value, whatever its label says.
+        stale = [
+            name
+            for consumer, names in subject.manifest["secret_consumers"].items()
+            if consumer in restored
+            for name in names
+        ]
+        _bring_up(layout, subject, compose, migrate=False, stale=stale)
         gates = _prove(layout, subject, compose)
     except Refused as error:
         return _fail_closed(layout, found, cause, error)
-    entry = journal.append(layout, "rolled-back", release=found.previous, gates=gates, cause=cause.gate, evidence=kept)
+    entry = journal.append(
+        layout, "rolled-back", release=found.previous, gates=gates, cause=cause.gate, evidence=kept
+    )
     guard.disarm(layout)
     return Refused(
         cause.gate,
@@ -180,7 +201,13 @@ def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
 def _fail_closed(layout: Layout, found: guard.Armed, cause: Refused, error: Refused) -> Refused:
     (layout.edge_state / CLOSED).touch()
     journal.append(
-        layout, "failed-closed", release=found.release, to=found.previous, cause=cause.gate, gate=error.gate, reason=error.what
+        layout,
+        "failed-closed",
+        release=found.release,
+        to=found.previous,
+        cause=cause.gate,
+        gate=error.gate,
+        reason=error.what,
     )
     guard.disarm(layout)
     return Refused(
@@ -257,20 +284,23 @@ def _require_images(subject: Release) -> None:
         )
 
 
-def _bring_up(layout: Layout, subject: Release, compose: engine.Compose, migrate: bool) -> list[str]:
+def _bring_up(
+    layout: Layout, subject: Release, compose: engine.Compose, migrate: bool, stale: Collection[str] = ()
+) -> list[str]:
+    """Start services in the order of their dependence. Those named in `stale` are replaced in any case."""
     wait = int(subject.manifest["wait_seconds"])
     services = list(subject.manifest["service_images"])
     first = [service for service in services if service in (database.SERVICE, "embeddings")]
-    compose.up(first, wait, "database")
+    compose.up(first, wait, "database", stale)
     if migrate:
         changed = _migrate(subject, compose, wait)
     else:
         changed = []
         _require_compatible(subject, database.state(compose).head)
-    compose.up(["api", "worker"], wait, "hindsight")
+    compose.up(["api", "worker"], wait, "hindsight", stale)
     changed += _ensure_banks(layout, subject)
-    compose.up(["router"], wait, "router")
-    compose.up(["edge"], wait, "edge")
+    compose.up(["router"], wait, "router", stale)
+    compose.up(["edge"], wait, "edge", stale)
     found = engine.containers(compose.project)
     engine.remove([found[service].id for service in sorted(set(found) - set(services))])
     changed += _publish_edge_ca(layout, subject)
@@ -294,7 +324,7 @@ def _migrate(subject: Release, compose: engine.Compose, wait: int) -> list[str]:
         )
     if state.head == expected:
         return []
-    compose.run_once("migrate", max(wait, 600), "migration")
+    compose.run_once("migrate", max(wait, MIGRATION_SECONDS), "migration")
     found = database.state(compose).head
     if found != expected:
         raise Refused(
@@ -344,14 +374,16 @@ def _await_edge(layout: Layout, subject: Release, compose: engine.Compose) -> No
         time.sleep(0.3)
 
 
-def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:
-    """Ask every gate as often as the release says; all passes must see the same containers.
+def _prove(
+    layout: Layout, subject: Release, compose: engine.Compose, passes: int | None = None
+) -> list[dict[str, Any]]:
+    """Ask every gate as often as the release says, or `passes` times; all passes must see the same containers.
 
     Returns the verdicts of the last pass.
     """
     started = _start_times(subject)
     verdicts: list[readback.Verdict] = []
-    for _ in range(int(subject.manifest["readback_passes"])):
+    for _ in range(passes or int(subject.manifest["readback_passes"])):
         verdicts = readback.run(readback.Context(layout, subject, compose))
         bad = readback.failures(verdicts)
         if bad:
@@ -369,6 +401,15 @@ def _prove(layout: Layout, subject: Release, compose: engine.Compose) -> list[di
 
 def _start_times(subject: Release) -> dict[str, str]:
     return {name: item.started_at for name, item in engine.containers(subject.manifest["project"]).items()}
+
+
+def rehearse(layout: Layout, subject: Release, compose: engine.Compose) -> list[dict[str, Any]]:
+    """Ask the gates that store nothing, and refuse when one does not pass: what check mode can say of a live release."""
+    verdicts = readback.run(readback.Context(layout, subject, compose), readback.STORING)
+    bad = readback.failures(verdicts)
+    if bad:
+        raise gate_failure(bad)
+    return readback.as_records(verdicts)
 
 
 def gate_failure(bad: Sequence[readback.Verdict]) -> Refused:

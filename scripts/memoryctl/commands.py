@@ -106,7 +106,8 @@ def activate(layout: Layout, given: Data, check: bool) -> Data:
         subject = release.load(layout, given["release"])
         compose = activation.compose_for(layout, subject)
         running = engine.containers(compose.project)
-        return _changes(activation.differences(subject, current, running, compose.config_hashes()), gates=[])
+        reasons = activation.differences(subject, current, running, compose.config_hashes())
+        return _changes(reasons, gates=[] if reasons else activation.rehearse(layout, subject, compose))
     outcome = activation.activate(layout, given["release"])
     return _changes(outcome.reasons + outcome.changed, release=outcome.release, gates=outcome.gates)
 
@@ -114,7 +115,9 @@ def activate(layout: Layout, given: Data, check: bool) -> Data:
 def roll_back(layout: Layout, given: Data, check: bool) -> Data:
     """Go back to the release committed before the current one."""
     if check:
-        return _changes([f"release {(release.previous_id(layout) or 'none')[:12]} in place of the current one"], gates=[])
+        return _changes(
+            [f"release {(release.previous_id(layout) or 'none')[:12]} in place of the current one"], gates=[]
+        )
     outcome = activation.roll_back(layout)
     return _changes(outcome.reasons + outcome.changed, release=outcome.release, gates=outcome.gates)
 
@@ -177,7 +180,16 @@ def status(layout: Layout, given: Data, check: bool) -> Data:
 
 def remove(layout: Layout, given: Data, check: bool) -> Data:
     """Take the deployment down. Input `project`, `delete_data`."""
-    return _changes(teardown.remove(layout, given["project"], bool(given["delete_data"]), check))
+    delete_data = given["delete_data"]
+    if not isinstance(delete_data, bool):
+        raise Refused(
+            "teardown",
+            "delete_data is no boolean",
+            "data would be lost by a misunderstanding",
+            "give true or false",
+        )
+    changed, kept = teardown.remove(layout, given["project"], delete_data, check)
+    return _changes(changed, kept=kept)
 
 
 def _current(layout: Layout) -> release.Release:
@@ -208,10 +220,17 @@ COMMANDS = {
     "teardown": remove,
 }
 
+# These hold the lock while they work, or change nothing.
+LOCKING_THEMSELVES = ("activate", "guard", "readback", "rollback", "status")
+
 
 def call(name: str, directories: Mapping[str, str], given: Data, check: bool) -> Data:
-    """Run a command by name."""
-    return COMMANDS[name](layout_from(directories), given, check)
+    """Run a command by name. Commands that change the host hold its lock, one at a time."""
+    layout = layout_from(directories)
+    if check or name in LOCKING_THEMSELVES or not layout.state.is_dir():
+        return COMMANDS[name](layout, given, check)
+    with journal.exclusive(layout, name):
+        return COMMANDS[name](layout, given, check)
 
 
 def to_json(value: Data) -> str:

@@ -48,6 +48,15 @@ def query(compose: Compose, sql: str) -> str:
     except Refused as error:
         if "password authentication failed" not in error.what:
             raise
+        if not _role_exists(compose):
+            raise Refused(
+                "database",
+                f"the database has no role {ROLE}: its first start was interrupted",
+                "Hindsight could not log in, and the extension for vectors may be absent too",
+                "if this host has never stored a memory, take the deployment down with its data and run playbooks/site.yml "
+                "again; otherwise restore a backup into a new volume",
+                Exit.FAILED,
+            ) from error
         raise Refused(
             "database-password",
             f"PostgreSQL refuses the password that this host holds for its role {ROLE}",
@@ -56,6 +65,13 @@ def query(compose: Compose, sql: str) -> str:
             "inside the database first; the data volume must stay",
             Exit.FAILED,
         ) from error
+
+
+def _role_exists(compose: Compose) -> bool:
+    """Asked over the local socket, which trusts the database's own superuser."""
+    sql = f"select count(*) from pg_roles where rolname = '{ROLE}'"
+    question = ["psql", "-X", "-U", "postgres", "-d", "postgres", "-Atc", sql]
+    return compose.exec(SERVICE, question, timeout=TIMEOUT, gate="database").strip() == "1"
 
 
 def state(compose: Compose) -> State:

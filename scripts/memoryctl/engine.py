@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ class Container:
     status: str
     health: str
     started_at: str
-    restarts: int
 
 
 def inspect_images(references: Sequence[str]) -> dict[str, dict[str, Any] | None]:
@@ -70,7 +69,6 @@ def containers(project: str) -> dict[str, Container]:
             status=state["Status"],
             health=state.get("Health", {}).get("Status", "none"),
             started_at=state["StartedAt"],
-            restarts=raw["RestartCount"],
         )
     return found
 
@@ -118,20 +116,43 @@ class Compose:
         ).out.splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
-    def up(self, services: Sequence[str], timeout: int, gate: str) -> None:
-        """Start or replace `services` alone and wait, at most `timeout` seconds, until they are healthy."""
-        self._run(
-            *("up", "-d", "--no-build", "--no-deps"),
-            *("--wait", "--wait-timeout", str(timeout), *services),
-            timeout=timeout + 60,
-            gate=gate,
-        )
+    def up(self, services: Sequence[str], timeout: int, gate: str, stale: Collection[str] = ()) -> None:
+        """Start or replace `services` alone and wait, at most `timeout` seconds, until they are healthy.
 
-    def run_once(self, service: str, timeout: int, gate: str) -> str:
-        """Run `service` to its end in a container of its own and return what it wrote to standard output."""
-        return self._run(
-            "--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate
-        ).out
+        Those that are in `stale` too are replaced even if their definition is unchanged.
+        """
+        for names, force in (
+            ([name for name in services if name not in stale], []),
+            ([name for name in services if name in stale], ["--force-recreate"]),
+        ):
+            if names:
+                wait = ("--wait", "--wait-timeout", str(timeout))
+                command = ("up", "-d", "--no-build", "--no-deps", *force, *wait, *names)
+                self._run(*command, timeout=timeout + 60, gate=gate)
+
+    def run_once(self, service: str, timeout: int, gate: str) -> None:
+        """Run `service` to its end in a container of its own.
+
+        Raises:
+            Refused: one is running already, or this one failed; then its container is gone too.
+        """
+        listing = ["docker", "ps", "-aq", "--filter", f"label={PROJECT_LABEL}={self.project}"]
+        listing += ["--filter", f"label={ONE_OFF_LABEL}=True", "--filter", f"label={SERVICE_LABEL}={service}"]
+        running = process.run([*listing, "--filter", "status=running"], gate=gate).out.split()
+        if running:
+            raise Refused(
+                gate,
+                f"{service} is running already, in container {running[0]}",
+                "two at once would work on one schema",
+                "wait until that container ends (docker ps), then run again",
+                Exit.BUSY,
+            )
+        try:
+            self._run("--profile", "*", "run", "--rm", "--no-deps", "-T", service, timeout=timeout, gate=gate)
+        except Refused:
+            # The client may have given up while the container goes on.
+            remove(process.run(listing, gate=gate).out.split())
+            raise
 
     def exec(
         self, service: str, argv: Sequence[str], *, stdin: bytes = b"", timeout: float = 60, gate: str

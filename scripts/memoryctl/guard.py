@@ -47,7 +47,7 @@ def units(layout: Layout) -> dict[str, str]:
             "[Service]\n"
             "Type=oneshot\n"
             "TimeoutStartSec=900\n"
-            f"ExecStart=/usr/bin/python3 -B -s -c 'import sys; sys.path.insert(0, \"{layout.guard}\"); "
+            f'ExecStart=/usr/bin/python3 -B -s -c \'import sys; sys.path.insert(0, "{layout.guard}"); '
             "from memoryctl.__main__ import main; sys.exit(main())' "
             f"--state-dir {layout.state} --etc-dir {layout.etc} guard\n"
             "\n"
@@ -78,6 +78,17 @@ def ensure_units(layout: Layout, check: bool) -> list[str]:
         process.run(["systemctl", "daemon-reload"], gate="guard")
         process.run(["systemctl", "enable", SERVICE], gate="guard")
     return changed
+
+
+def remove_units(check: bool) -> list[str]:
+    """Disable and delete the units. Returns what changes."""
+    present = [UNITS / name for name in (TIMER, SERVICE) if (UNITS / name).exists()]
+    if present and not check:
+        process.run(["systemctl", "disable", "--now", TIMER, SERVICE], check=False, gate="guard")
+        for path in present:
+            path.unlink()
+        process.run(["systemctl", "daemon-reload"], gate="guard")
+    return [str(path) for path in present]
 
 
 def arm(layout: Layout, armed: Armed) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from . import files
@@ -27,7 +28,7 @@ def entries(layout: Layout) -> list[dict[str, Any]]:
     path = layout.journal / FILE
     found: list[dict[str, Any]] = []
     previous = GENESIS
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    for number, line in enumerate(_complete(path).decode().splitlines(), start=1):
         try:
             entry: dict[str, Any] = json.loads(line)
             intact = entry["previous"] == previous and entry["hash"] == _entry_hash(entry)
@@ -58,14 +59,22 @@ def append(layout: Layout, state: str, **facts: Any) -> dict[str, Any]:
     }
     entry["hash"] = _entry_hash(entry)
     path = layout.journal / FILE
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
-    try:
-        os.write(descriptor, files.canonical(entry) + b"\n")
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    length = len(_complete(path))
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o640)
+    with os.fdopen(descriptor, "r+b") as handle:
+        handle.truncate(length)
+        handle.seek(length)
+        handle.write(files.canonical(entry) + b"\n")
+        handle.flush()
+        os.fsync(handle.fileno())
     files.fsync_directory(path.parent)
     return entry
+
+
+def _complete(path: Path) -> bytes:
+    """The journal up to its last line end: an entry without one was cut off by a power loss and never counted."""
+    data = path.read_bytes() if path.exists() else b""
+    return data[: data.rfind(b"\n") + 1]
 
 
 def last(layout: Layout, state: str) -> dict[str, Any] | None:

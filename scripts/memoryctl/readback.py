@@ -11,8 +11,8 @@ import secrets
 import ssl
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ MCP_VERSION = "2025-11-25"
 CANARY = "canary"
 EXCHANGE_TIMEOUT = 60.0
 RECALL_ATTEMPTS = 3
+WORKER_POLL_SECONDS = 60.0
 # Built at run time: no text of this program may look like a credential to a scanner.
-SENSITIVE = "The deploy token is " + "gh" + "p_" + "A1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q7r8" + "."
+SENSITIVE = "gh" + "p_" + "A1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q7r8"
 CLOSED_TARGETS = (
     "/",
     "/healthz",
@@ -55,8 +56,26 @@ CLOSED_TARGETS = (
 )
 
 
+# Gates that store a memory, would store one if what they guard were broken, or look for one that was stored.
+STORING = ("defense-blocks", "extra-argument", "retain", "recall", "mcp-recall")
+
+
 class CouldNotAsk(Exception):
     """The question of a gate got no answer that could be judged."""
+
+
+# Whatever goes wrong in putting a question or reading the answer: it was not answered.
+UNANSWERED = (
+    CouldNotAsk,
+    Refused,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -199,10 +218,10 @@ def refusal(answer: Answer) -> str:
     return f"{asked(answer).status} {answer.error_type}".strip()
 
 
-def run(context: Context) -> list[Verdict]:
-    """Ask all gates of the release in its order."""
+def run(context: Context, without: Collection[str] = ()) -> list[Verdict]:
+    """Ask the gates of the release in its order, except those named in `without`."""
     verdicts = []
-    for gate_id in context.manifest["gates"]:
+    for gate_id in (name for name in context.manifest["gates"] if name not in without):
         started = time.monotonic()
         known = GATES.get(gate_id)
         if known is None:
@@ -211,7 +230,7 @@ def run(context: Context) -> list[Verdict]:
         try:
             finding = known.ask(context)
             word = "pass" if finding.good else "fail"
-        except (CouldNotAsk, Refused, OSError, ValueError, KeyError, TypeError) as error:
+        except UNANSWERED as error:
             finding, word = Finding("an answer", f"{type(error).__name__}: {error}"), "could-not-ask"
         latency = round((time.monotonic() - started) * 1000)
         verdicts.append(
@@ -287,14 +306,20 @@ def _router_version(context: Context) -> Finding:
 
 @gate(
     "edge-certificate",
-    "the certificate is the declared one, or one that the declared authority issued for the name",
+    "on every address and for every name the certificate is the declared one, or one that the declared authority issued",
 )
 def _edge_certificate(context: Context) -> Finding:
-    answer = asked(context.edge.request("GET", "/"))
-    declared = context.manifest["edge"]["certificate_sha256"]
-    if declared:
-        return Finding(declared, answer.certificate_sha256)
-    return Finding("verified", "verified")
+    settings = context.manifest["edge"]
+    wrong = []
+    for address in settings["bind_addresses"]:
+        for name in settings["names"]:
+            answer = replace(context.edge, address=address, server_name=name).request("GET", "/")
+            if answer.status == 0 and not answer.error.startswith("SSLCertVerificationError"):
+                raise CouldNotAsk(f"{address} {name}: {answer.error}")
+            declared = settings["certificate_sha256"] or answer.certificate_sha256
+            if answer.status == 0 or answer.certificate_sha256 != declared:
+                wrong.append(f"{address} {name}: {answer.error or answer.certificate_sha256}")
+    return Finding("as declared", "; ".join(wrong) or "as declared")
 
 
 # --- exposure ---------------------------------------------------------------------------------------------------------
@@ -461,7 +486,7 @@ def _banks(context: Context) -> Finding:
 
 @gate("defense-blocks", "sensitive content is refused, and not echoed")
 def _defense_blocks(context: Context) -> Finding:
-    answer = context.post(context.operation("retain", {"content": SENSITIVE}))
+    answer = context.post(context.operation("retain", {"content": f"The deploy token is {SENSITIVE}."}))
     echoed = SENSITIVE.encode() in answer.body
     return Finding("422 memory_rejected, echoed: False", f"{refusal(answer)}, echoed: {echoed}")
 
@@ -520,17 +545,17 @@ def _mcp_recall(context: Context) -> Finding:
 @gate("worker", "the worker polls the queue under its stable name, and nothing waits for another one")
 def _worker(context: Context) -> Finding:
     probe = (
-        "import json, urllib.request\n"
-        "answer = urllib.request.urlopen('http://127.0.0.1:8889/health/live', timeout=5)\n"
-        "print(answer.status)\n"
+        "import urllib.request\n"
+        "print(urllib.request.urlopen('http://127.0.0.1:8889/health/live', timeout=5).read().decode())\n"
     )
-    alive = context.compose.exec("worker", ["python", "-"], stdin=probe.encode(), gate="worker").strip()
+    alive = json.loads(context.compose.exec("worker", ["python", "-"], stdin=probe.encode(), gate="worker"))
+    polled = float(alive["seconds_since_last_poll"]) < WORKER_POLL_SECONDS
     strangers = database.query(
         context.compose,
         "select count(*) from public.async_operations where status = 'processing' and worker_id is distinct from "
         f"'{context.manifest['hindsight']['worker_id']}';",
     )
-    return Finding("alive 200, held by others 0", f"alive {alive}, held by others {strangers}")
+    return Finding("polls True, held by others 0", f"polls {polled}, held by others {strangers}")
 
 
 @gate("no-secret-in-inspect", "no container shows a secret in its definition")
@@ -538,18 +563,29 @@ def _no_secret_in_inspect(context: Context) -> Finding:
     listed = [item.id for item in context.containers.values()]
     if not listed:
         raise CouldNotAsk("no container of the project exists")
-    text = process.run(["docker", "inspect", *listed], timeout=engine.INSPECT_TIMEOUT).out
-    store = context.layout.secrets / "store"
-    found = [
-        path.name
-        for path in sorted(store.iterdir())
-        if path.name != "fingerprint-key" and _value(path) in text
-    ]
+    inspected = process.run(["docker", "inspect", *listed], timeout=engine.INSPECT_TIMEOUT).out
+    shown = "\n".join(_strings(json.loads(inspected)))
+    found = [path.name for path in _secret_files(context.layout) if path.read_text().strip() in shown]
     return Finding("none", ", ".join(found) or "none")
 
 
-def _value(path: Path) -> str:
-    return secretstore.read_source(path) or "\0"
+def _secret_files(layout: Layout) -> list[Path]:
+    store = [path for path in (layout.secrets / "store").iterdir() if path.name != "fingerprint-key"]
+    private_key = [path for path in (layout.secrets / "edge" / "tls.key",) if path.exists()]
+    return sorted([*store, *layout.device_keys.glob("*.key"), *private_key])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON document: a quoted secret does not hide behind its escapes."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
 
 
 def _describe(path: Path) -> str:

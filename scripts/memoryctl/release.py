@@ -98,7 +98,7 @@ def _write_tree(target: Path, contents: Mapping[str, str], check: bool) -> bool:
 
 def _read_tree(directory: Path) -> dict[str, str]:
     return {
-        str(path.relative_to(directory)): path.read_text()
+        str(path.relative_to(directory)): path.read_bytes().decode()
         for path in directory.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
@@ -158,7 +158,8 @@ def ensure_command(layout: Layout, check: bool) -> list[str]:
         "#!/bin/sh\n"
         "# Runs the program of the committed release; it needs nothing but the system's Python.\n"
         f'exec python3 -B -s -c \'import sys; sys.path.insert(0, "{layout.current}"); '
-        'from memoryctl.__main__ import main; sys.exit(main())\' "$@"\n'
+        "from memoryctl.__main__ import main; sys.exit(main())' "
+        f'--state-dir {layout.state} --etc-dir {layout.etc} "$@"\n'
     )
     want = files.Ownership(files.ROOT_PUBLIC.uid, files.ROOT_PUBLIC.gid, 0o755)
     return [str(COMMAND)] if files.ensure_file(COMMAND, program.encode(), want, check) else []

@@ -99,14 +99,18 @@ class Store:
         ).out
 
     def rows(self) -> dict[str, dict[str, Any]]:
-        """Keys in the store by id: name and whether revoked. Read without touching the store."""
+        """Keys in the store by id: name, whether revoked, whether expired. Read without touching the store."""
         uri = f"file:{self.directory / STORE_FILE}?mode=ro"
         connection = sqlite3.connect(uri, uri=True)
         try:
             connection.row_factory = sqlite3.Row
             return {
-                row["key_id"]: {"name": row["name"], "revoked": row["revoked_at"] is not None}
-                for row in connection.execute("select key_id, name, revoked_at from keys")
+                row["key_id"]: {
+                    "name": row["name"],
+                    "revoked": row["revoked_at"] is not None,
+                    "expired": row["expires_at"] is not None and row["expires_at"] <= time.time(),
+                }
+                for row in connection.execute("select key_id, name, expires_at, revoked_at from keys")
             }
         except sqlite3.Error as error:
             raise Refused(
@@ -183,6 +187,8 @@ def _usable(
         problem = "is not in the key store"
     elif row["revoked"]:
         problem = "has been revoked"
+    elif row["expired"]:
+        problem = "has expired"
     elif not files.require_kind(secret, "file"):
         problem = f"has lost its secret file {secret}"
     elif files.sha256(secret.read_bytes()) != receipt["secret_sha256"]:

@@ -24,6 +24,8 @@ from .layout import Layout
 
 GENERATED_BYTES = 32
 NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+# The database reads these once, when its volume is empty.
+FIXED_AT_FIRST_START = ("postgres-hindsight-password", "postgres-superuser-password")
 MINIMUM_LENGTH = 16
 MAXIMUM_LENGTH = 512
 
@@ -136,7 +138,16 @@ def ensure(
             raise Refused(
                 "secret-value", f"{name!r} is no secret name", "it becomes a file name", "use a-z, 0-9 and -"
             )
-        value = given.get(name) or read_source(store / name) or secrets.token_urlsafe(GENERATED_BYTES)
+        present = read_source(store / name)
+        value = given.get(name) or present or secrets.token_urlsafe(GENERATED_BYTES)
+        if name in FIXED_AT_FIRST_START and present is not None and value != present:
+            raise Refused(
+                "database-password",
+                f"the inventory gives another {name} than this host holds",
+                "the database keeps the password of its first start; the one that works would be overwritten",
+                f"take it out of the inventory, or change the role's password inside the database first and write the same "
+                f"value to {store / name}",
+            )
         refuse_unusable(name, value)
         values[name] = value
     changed = []
@@ -180,7 +191,10 @@ def _remove_leftovers(directory: Path, expected: set[str], check: bool) -> list[
     leftovers = [path for path in sorted(directory.iterdir()) if path.name not in expected]
     if not check:
         for path in leftovers:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
     return [f"{path} (removed)" for path in leftovers]
 
 
@@ -244,10 +258,12 @@ def same(layout: Layout) -> bool:
 
 
 def _contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
 
 
-def restore(layout: Layout) -> list[str]:
+def restore(layout: Layout) -> list[Path]:
     """Bring the secrets back to the last snapshot. Returns the files that differed."""
     changed = []
     for source in sorted(path for path in layout.committed_secrets.rglob("*") if path.is_file()):
@@ -256,7 +272,7 @@ def restore(layout: Layout) -> list[str]:
         want = Ownership(info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode))
         files.ensure_directory(target.parent, _ownership(source.parent), check=False)
         if files.ensure_file(target, source.read_bytes(), want, check=False):
-            changed.append(str(target))
+            changed.append(target)
     return changed
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import ssl
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,6 +91,35 @@ def changed(output: str) -> list[int]:
     counts = [int(count) for count in re.findall(r"ok=\d+\s+changed=(\d+)", output)]
     assert counts, output[-2000:]
     return counts
+
+
+def make_certificate(directory: Path, address: str) -> dict[str, Any]:
+    """A self-signed leaf for `address`, as a site's own authority might give it."""
+    certificate, key = directory / "tls.crt", directory / "tls.key"
+    run(
+        *(
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "30",
+        ),
+        *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=memory.sandbox.test"),
+        *("-addext", f"subjectAltName=IP:{address},DNS:memory.sandbox.test"),
+    )
+    key.chmod(0o600)
+    leaf = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+    return {
+        "memory_edge_tls_mode": "provided",
+        "memory_edge_certificate_file": str(certificate),
+        "memory_edge_private_key_file": str(key),
+        "memory_edge_certificate_sha256": hashlib.sha256(leaf).hexdigest(),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -53,17 +53,11 @@ def test_the_commands_of_the_table(sandbox: Sandbox, command: str) -> None:
 def checkout(sandbox: Sandbox, tmp_path: Path) -> Iterator[Path]:
     """A copy of the project, as a person would have cloned it, and a bare second host for it."""
     tree = tmp_path / "bundle"
-    tree.mkdir()
-    archive = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
-    )
-    subprocess.run(
-        ["cpio", "--null", "-pdm", "--quiet", str(tree)],
-        cwd=ROOT,
-        input=archive.stdout,
-        check=True,
-        capture_output=True,
-    )
+    listing = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    for path in filter(None, names):
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / path, tree / path, follow_symlinks=False)
     name = f"{PREFIX}-readme"
     run("./scripts/hosts", "create", name)
     yield tree

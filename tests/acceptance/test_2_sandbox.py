@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
+from pathlib import Path
 
 import pytest
 
-from .conftest import STATE, Sandbox, changed
+from .conftest import STATE, Sandbox, changed, make_certificate
 
 CLOSED = [
     "/",
@@ -106,6 +107,78 @@ def test_check_mode_on_a_converged_host_reports_nothing_and_shows_no_secret(sand
     )
     leaked = [value[:4] + "…" for value in values.split() if value in done.stdout + done.stderr]
     assert leaked == []
+
+
+def test_secrets_of_the_inventory_do_not_show_at_the_highest_verbosity(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """A8, A9: every secret that an inventory can change, and the private key of a certificate, in check mode with -vvv."""
+    canaries = {
+        "hindsight_stack_api_key": "canary-9f31-operator-key",
+        "hindsight_stack_llm_api_key": "canary-9f32-provider-key",
+        "hindsight_stack_embeddings_api_key": "canary-9f33-embeddings",
+        "memory_router_master_token": "canary-9f34-master-token",
+    }
+    certificate = make_certificate(tmp_path, sandbox.url.removeprefix("https://"))
+    settings = tmp_path / "settings.json"
+    settings.write_text(json.dumps({**canaries, **certificate}))
+    done = sandbox.playbook("site.yml", "--check", "--diff", "-vvv", "-e", f"@{settings}")
+    key_lines = Path(certificate["memory_edge_private_key_file"]).read_text().splitlines()[1:-1]
+    assert key_lines
+    leaked = [value for value in [*canaries.values(), *key_lines] if value in done.stdout + done.stderr]
+    assert leaked == []
+
+
+def test_another_database_password_in_the_inventory_is_refused_and_the_old_one_kept(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """A6: the password that works is not overwritten; the refusal can be read although its task hides what it prints."""
+    store = "sha256sum /etc/memory/secrets/store/* /etc/memory/secrets/[ehpr]*/*"
+    before = sandbox.on_host(store)
+    for name in ("hindsight_stack_database_password", "hindsight_stack_postgres_superuser_password"):
+        settings = tmp_path / "settings.json"
+        settings.write_text(json.dumps({name: "another-password-0001"}))
+        done = sandbox.playbook("site.yml", "-e", f"@{settings}", check=False)
+        assert done.returncode != 0 and "[database-password]" in done.stdout
+        assert sandbox.on_host(store) == before
+
+
+def test_a_truncated_secret_on_the_host_is_refused_by_name(sandbox: Sandbox) -> None:
+    """A3: the message names the secret and shows no value."""
+    path = "/etc/memory/secrets/store/router-master-token"
+    sandbox.on_host(f"cp -p {path} /root/kept && printf 'ab c\\r\\n' > {path}")
+    try:
+        done = sandbox.playbook("site.yml", check=False)
+        assert done.returncode != 0 and "router-master-token" in done.stdout and "ab c" not in done.stdout
+    finally:
+        sandbox.on_host(f"cp -p /root/kept {path} && rm /root/kept")
+
+
+def test_check_mode_reports_a_live_service_that_does_not_pass(sandbox: Sandbox) -> None:
+    """I4: a check run on a host whose readback fails is no success; the run itself mends the bank."""
+    database = "docker exec -u postgres $(docker ps -qf label=com.docker.compose.service=postgres)"
+    wrong = "update banks set config = config - 'memory_defense' where bank_id = 'sandbox'"
+    sandbox.on_host(f'{database} psql -d hindsight -c "{wrong}"')
+    done = sandbox.playbook("site.yml", "--check", check=False)
+    assert done.returncode != 0 and "banks: fail" in done.stdout
+    sandbox.playbook("site.yml")
+
+
+def test_a_container_of_an_earlier_release_is_removed(sandbox: Sandbox) -> None:
+    """A service that is no longer part of the release does not stay behind."""
+    edge = "$(docker ps -qf label=com.docker.compose.service=edge)"
+    labels = "--label com.docker.compose.project=memory --label com.docker.compose.service=former"
+    labels += " --label com.docker.compose.oneoff=False --label com.docker.compose.config-hash=x"
+    labels += " --label com.docker.compose.project.config_files=/var/lib/memory/releases/x/compose.yaml"
+    sandbox.on_host(f"docker run -d {labels} $(docker inspect -f '{{{{.Config.Image}}}}' {edge}) sleep 3600")
+    assert changed(sandbox.playbook("site.yml").stdout) != [0]
+    assert sandbox.on_host("docker ps -aq --filter label=com.docker.compose.service=former") == ""
+
+
+def test_starting_in_the_middle_is_refused(sandbox: Sandbox) -> None:
+    task = "image_supply : Fetch the images of the lock"
+    done = sandbox.playbook("site.yml", "--start-at-task", task, check=False)
+    assert done.returncode != 0 and "did not run before this task" in done.stdout
 
 
 def test_preflight_changes_nothing(sandbox: Sandbox) -> None:

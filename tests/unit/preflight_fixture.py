@@ -211,6 +211,8 @@ def good_case(files: Path) -> Case:
         "memory_activation_etc_dir": ETC,
         "memory_activation_project": "memory",
         "memory_activation_wait_seconds": 180,
+        "memory_activation_readback_passes": 2,
+        "memory_activation_compatible_heads": [],
         "memory_activation_delete_data": False,
         "memory_activation_delete_confirm": "",
         "memory_policy_dir": POLICY,

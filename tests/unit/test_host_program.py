@@ -162,6 +162,18 @@ def test_secrets_are_generated_once_and_given_values_win(
     assert (layout.secrets / "store" / "token").stat().st_mode & 0o777 == 0o600
 
 
+def test_another_password_for_an_existing_database_is_refused(layout: Layout) -> None:
+    """A6: the one that works is not overwritten."""
+    store = layout.secrets / "store"
+    store.mkdir(parents=True)
+    (store / "postgres-hindsight-password").write_text("the-password-that-works")
+    with pytest.raises(Refused, match="another postgres-hindsight-password") as refused:
+        given_values = {"postgres-hindsight-password": "another-password-0001"}
+        secretstore.ensure(layout, ["postgres-hindsight-password"], given_values, [], check=False)
+    assert "another-password-0001" not in refused.value.text()
+    assert (store / "postgres-hindsight-password").read_text() == "the-password-that-works"
+
+
 def test_an_unusable_value_leaves_the_host_untouched(layout: Layout) -> None:
     with pytest.raises(Refused):
         _ensure(layout, {"token": "has a blank inside of it"})
@@ -242,6 +254,16 @@ def test_the_journal_chains_its_entries_and_notices_a_change(layout: Layout) -> 
         journal.append(layout, "committed", release="c")
 
 
+def test_an_entry_that_a_power_loss_cut_off_never_counted(layout: Layout) -> None:
+    layout.journal.mkdir(parents=True)
+    journal.append(layout, "activating", release="a")
+    with (layout.journal / journal.FILE).open("a") as handle:
+        handle.write('{"sequence":2,"previous":')
+    assert [entry["state"] for entry in journal.entries(layout)] == ["activating"]
+    journal.append(layout, "committed", release="a")
+    assert [entry["sequence"] for entry in journal.entries(layout)] == [1, 2]
+
+
 def test_a_second_run_is_refused_and_told_who_holds_the_lock(layout: Layout) -> None:
     """D7: the holder is named, and the exit code is its own."""
     layout.state.mkdir()
@@ -281,7 +303,6 @@ def _container(service: str, **changes: Any) -> engine.Container:
         "status": "running",
         "health": "healthy",
         "started_at": "",
-        "restarts": 0,
     }
     return engine.Container(**{**plain, **changes})
 

@@ -28,7 +28,7 @@ class RouterDouble(routerkeys.Store):
         with connection:
             if arguments[0] == "init":
                 connection.execute(
-                    "create table keys (key_id text primary key, name text, revoked_at integer)"
+                    "create table keys (key_id text primary key, name text, expires_at integer, revoked_at integer)"
                 )
                 return "{}"
             if arguments[0] == "revoke":
@@ -37,7 +37,8 @@ class RouterDouble(routerkeys.Store):
             count = connection.execute("select count(*) from keys").fetchone()[0]
             key_id = f"key_{count:016x}"
             connection.execute(
-                "insert into keys values (?, ?, null)", (key_id, arguments[arguments.index("--name") + 1])
+                "insert into keys values (?, ?, null, null)",
+                (key_id, arguments[arguments.index("--name") + 1]),
             )
         out = arguments[arguments.index("--out") + 1].removeprefix(routerkeys.STORE_IN_CONTAINER + "/")
         (self.directory / out).write_text(f"ask_{count:043d}\n")
@@ -100,7 +101,7 @@ def test_a_leftover_after_the_receipt_is_cleared(store: RouterDouble) -> None:
     assert not leftover.exists() and active(store) == [ids["desk"]]
 
 
-@pytest.mark.parametrize("fault", ["grant", "revoked", "absent", "secret lost", "secret changed"])
+@pytest.mark.parametrize("fault", ["grant", "revoked", "expired", "absent", "secret lost", "secret changed"])
 def test_a_key_that_does_not_fit_is_refused_and_not_replaced(store: RouterDouble, fault: str) -> None:
     _, ids = routerkeys.ensure(store, [PRINCIPAL], check=False)
     wanted = PRINCIPAL
@@ -109,6 +110,9 @@ def test_a_key_that_does_not_fit_is_refused_and_not_replaced(store: RouterDouble
         wanted = routerkeys.Principal("desk", "memory.other", "desk", ("rest",), 60, 0)
     elif fault == "revoked":
         store.command("revoke", "--key-id", ids["desk"])
+    elif fault == "expired":
+        with sqlite3.connect(store.directory / routerkeys.STORE_FILE) as connection:
+            connection.execute("update keys set expires_at = 1")
     elif fault == "absent":
         (store.directory / routerkeys.STORE_FILE).unlink()
     elif fault == "secret lost":

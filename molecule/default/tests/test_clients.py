@@ -137,14 +137,17 @@ def test_nothing_else_is_reached_from_the_outside(
     """S2-64, F3: a second machine, even with routes to the inner networks, reaches the edge's port and nothing more."""
     address = manifest["edge"]["bind_addresses"][0]
     targets = [(address, port) for port in (22, 80, 443, 2019, 2080, 5432, 8000, 8080, 8888, 8889, 9999)]
-    inner = {
-        service: network["IPAddress"]
+    ports = {"postgres": 5432, "api": 8888, "worker": 8889, "embeddings": 8080, "router": 8000, "edge": 2080}
+    targets += [
+        (network["IPAddress"], ports[service])
         for service, container in containers.items()
         for network in container["NetworkSettings"]["Networks"].values()
-        if service != "edge"
-    }
-    ports = {"postgres": 5432, "api": 8888, "worker": 8889, "embeddings": 8080, "router": 8000}
-    targets += [(ip, ports[service]) for service, ip in inner.items()]
+    ]
+    assert len(targets) > 15
+    # A listener of the host on one of its inner addresses shows that the routes of the probe do lead there.
+    gateway = containers["edge"]["NetworkSettings"]["Networks"]["memory_public"]["Gateway"]
+    host.check_output(f"systemd-run --unit=control --collect python3 -m http.server 7999 --bind {gateway}")
+    targets.append((gateway, 7999))
     network = subprocess.run(
         ["docker", "inspect", "-f", "{{range $name, $_ := .NetworkSettings.Networks}}{{$name}}{{end}}", NAME],
         capture_output=True,
@@ -187,4 +190,5 @@ def test_nothing_else_is_reached_from_the_outside(
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout) == [[address, 443]]
+    host.check_output("systemctl stop control")
+    assert json.loads(done.stdout) == [[address, 443], [gateway, 7999]]

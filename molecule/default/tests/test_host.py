@@ -73,7 +73,7 @@ def test_local_images_carry_the_registry_digest(
 def test_only_the_edge_listens_beyond_loopback(host: Any, manifest: dict[str, Any]) -> None:
     """S2-64."""
     expected = {f"{address}:{manifest['edge']['port']}" for address in manifest["edge"]["bind_addresses"]}
-    listeners = {line.split()[3] for line in host.check_output("ss -Hltn").splitlines()}
+    listeners = {line.split()[4] for line in host.check_output("ss -Hlntu").splitlines()}
     open_listeners = {entry for entry in listeners if not _loopback(entry.rsplit(":", 1)[0])}
     assert open_listeners == expected
 
@@ -165,7 +165,7 @@ def test_privacy_defaults(host: Any, manifest: dict[str, Any]) -> None:
 
 def test_the_journal_says_committed(host: Any) -> None:
     last = json.loads(host.check_output("tail -n 1 /var/lib/memory/journal/activations.jsonl"))
-    assert last["state"] == "committed" and last["facts"]["gates"] >= 30
+    assert last["state"] == "committed" and len(last["facts"]["gates"]) >= 30
 
 
 def test_status_of_the_host_program(host: Any, manifest: dict[str, Any]) -> None:

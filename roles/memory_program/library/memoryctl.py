@@ -31,6 +31,10 @@ options:
     description: Configuration directory on the host.
     type: path
     default: /etc/memory
+  checked:
+    description: Whether the checks before the first change have run; C(site.yml) passes what it knows.
+    type: bool
+    default: true
 attributes:
   check_mode:
     description: Reports what would change and changes nothing.
@@ -53,6 +57,10 @@ changes:
   returned: always
   type: list
   elements: str
+refused:
+  description: Why the commands C(secrets) and C(material) changed nothing. The task itself succeeds, so that it may hide its output.
+  returned: refusal
+  type: str
 gate:
   description: Name of the check that refused.
   returned: failure
@@ -72,9 +80,15 @@ def main() -> None:
             "secret_values": {"type": "dict", "default": {}, "no_log": True},
             "state_dir": {"type": "path", "default": "/var/lib/memory"},
             "etc_dir": {"type": "path", "default": "/etc/memory"},
+            "checked": {"type": "bool", "default": True},
         },
         supports_check_mode=True,
     )
+    if not module.params["checked"]:
+        module.fail_json(
+            msg="The checks of memory_preflight did not run before this task. A setting that cannot work would be found "
+            "half-way through a change. Fix: run the whole of playbooks/site.yml, from its first task."
+        )
     directories = {name: module.params[name] for name in ("state_dir", "etc_dir")}
     given = dict(module.params["given"])
     if module.params["command"] in ("secrets", "material"):
@@ -82,6 +96,9 @@ def main() -> None:
     try:
         result = commands.call(module.params["command"], directories, given, module.check_mode)
     except Refused as error:
+        if module.params["command"] in ("secrets", "material"):
+            # Tasks with secrets hide what they print; the next task shows this text, which holds no secret.
+            module.exit_json(changed=False, refused=error.text())
         module.fail_json(msg=error.text(), gate=error.gate, exit_code=int(error.code))
     module.exit_json(**result)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import PREFIX, STATE, Sandbox, run
+from .conftest import PREFIX, STATE, Sandbox, make_certificate, run
 
 KEY = "stub-provider-key-0001"
 
@@ -91,35 +91,6 @@ def test_reflect_works_with_a_provider(sandbox: Sandbox, stub: str, tmp_path: Pa
     sandbox.playbook("site.yml")
     status, body = sandbox.call("reflect", {"query": "x"})
     assert (status, body["error"]["type"]) == (400, "memory_rejected")
-
-
-def make_certificate(directory: Path, address: str) -> dict[str, Any]:
-    """A self-signed leaf for `address`, as a site's own authority might give it."""
-    certificate, key = directory / "tls.crt", directory / "tls.key"
-    run(
-        *(
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "30",
-        ),
-        *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=memory.sandbox.test"),
-        *("-addext", f"subjectAltName=IP:{address},DNS:memory.sandbox.test"),
-    )
-    key.chmod(0o600)
-    leaf = ssl.PEM_cert_to_DER_cert(certificate.read_text())
-    return {
-        "memory_edge_tls_mode": "provided",
-        "memory_edge_certificate_file": str(certificate),
-        "memory_edge_private_key_file": str(key),
-        "memory_edge_certificate_sha256": hashlib.sha256(leaf).hexdigest(),
-    }
 
 
 def test_a_provided_certificate_is_served_and_pinned(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -264,3 +235,19 @@ def test_a_certificate_comes_from_an_acme_authority(
 def test_back_to_the_edges_own_authority(sandbox: Sandbox) -> None:
     sandbox.playbook("site.yml")
     assert sandbox.call("recall", {"query": "x"})[0] == 200
+
+
+def test_error_log_of_the_edge_holds_no_header(sandbox: Sandbox) -> None:
+    """The router away for longer than the edge waits: the client gets an answer, the log gets no content."""
+    word = "canary" + secrets.token_hex(8)
+    router = "$(docker ps -aqf label=com.docker.compose.service=router)"
+    sandbox.on_host(f"docker stop {router}")
+    try:
+        request = ["-H", f"X-Api-Key: {word}", "-d", f'{{"x":"{word}"}}', "--max-time", "60"]
+        assert sandbox.status_of("/v1/memory", *request) == "502"
+        edge = "$(docker ps -qf label=com.docker.compose.service=edge)"
+        log = sandbox.on_host(f"docker logs --since 2m {edge} 2>&1")
+        assert '"level":"error"' in log and word not in log
+    finally:
+        sandbox.on_host(f"docker start {router}")
+    sandbox.playbook("site.yml")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .conftest import PREFIX, Sandbox, run
+from bundle import engine
+
+from .conftest import PREFIX, STATE, Sandbox, run
 
 
 def test_down_leaves_nothing(sandbox: Sandbox) -> None:
     run("./scripts/sandbox", "down")
-    if run("docker", "version", check=False).returncode != 0:
-        return
+    engine.ensure_engine(STATE)
     for kind, form in (("ps -a", "{{.Names}}"), ("volume ls", "{{.Name}}"), ("network ls", "{{.Name}}")):
         listed = run("docker", *kind.split(), "--format", form).stdout.split()
         assert [name for name in listed if name.startswith(PREFIX)] == [], kind
