@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import database, engine, evidence, files, guard, hindsight, journal, readback, release, secretstore
-from .errors import Exit, Refused
+from .errors import PROGRAM_FAULTS, Exit, Refused
 from .layout import Layout
 from .release import Release
 
@@ -102,15 +102,8 @@ def activate(layout: Layout, release_id: str, action: str = "activation") -> Out
             _require_controller()
         except Refused as error:
             raise _back(layout, guard.Armed(release_id, current, 0, 0), error) from error
-        except Exception as error:
-            cause = Refused(
-                "program",
-                f"{type(error).__name__}: {error}",
-                "this is a fault of the program, and nobody knows what it left undone",
-                "report it with the evidence",
-                Exit.FAILED,
-            )
-            raise _back(layout, guard.Armed(release_id, current, 0, 0), cause) from error
+        except PROGRAM_FAULTS as error:
+            raise _back(layout, guard.Armed(release_id, current, 0, 0), _program_fault(error)) from error
         _commit(layout, subject, gates)
         return Outcome(release_id, reasons, changed, gates)
 
@@ -185,6 +178,8 @@ def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
         gates = _prove(layout, subject, compose)
     except Refused as error:
         return _fail_closed(layout, found, cause, error)
+    except PROGRAM_FAULTS as error:
+        return _fail_closed(layout, found, cause, _program_fault(error))
     entry = journal.append(
         layout, "rolled-back", release=found.previous, gates=gates, cause=cause.gate, evidence=kept
     )
@@ -195,6 +190,16 @@ def _back(layout: Layout, found: guard.Armed, cause: Refused) -> Refused:
         cause.why,
         f"{cause.fix}; logs are kept in {layout.evidence / kept}",
         Exit.ROLLED_BACK,
+    )
+
+
+def _program_fault(error: Exception) -> Refused:
+    return Refused(
+        "program",
+        f"{type(error).__name__}: {error}",
+        "this is a fault of the program, and nobody knows what it left undone",
+        "report it with the evidence",
+        Exit.FAILED,
     )
 
 

@@ -18,6 +18,19 @@ class Exit(enum.IntEnum):
     BUSY = 75
 
 
+# What a fault of this program, or an answer nobody expected, shows up as.
+PROGRAM_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+
+
 class Refused(Exception):
     """A named refusal or failure.
 

@@ -23,6 +23,7 @@ UNITS = Path("/etc/systemd/system")
 SERVICE = "memory-guard.service"
 TIMER = "memory-guard.timer"
 INTERVAL_SECONDS = 5
+PACKAGE = "memoryctl"
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,21 @@ def remove_units(check: bool) -> list[str]:
 
 def arm(layout: Layout, armed: Armed) -> None:
     """Write down what to go back to and start looking after this run."""
-    program = Path(__file__).parent
+    program = _program(layout, armed)
     shutil.rmtree(layout.guard, ignore_errors=True)
-    (layout.guard / "memoryctl").mkdir(parents=True, mode=0o755)
+    (layout.guard / PACKAGE).mkdir(parents=True, mode=0o755)
     for source in sorted(program.glob("*.py")):
-        files.write_atomic(layout.guard / "memoryctl" / source.name, source.read_bytes(), files.ROOT_PUBLIC)
+        files.write_atomic(layout.guard / PACKAGE / source.name, source.read_bytes(), files.ROOT_PUBLIC)
     files.write_atomic(layout.armed, files.canonical(asdict(armed)) + b"\n", files.ROOT_PRIVATE)
     process.run(["systemctl", "restart", TIMER], gate="guard")
+
+
+def _program(layout: Layout, armed: Armed) -> Path:
+    """The program of the release to go back to; before there is one, that of the release being activated."""
+    accepted = layout.release(armed.previous) / PACKAGE if armed.previous else None
+    if accepted is not None and (accepted / "guard.py").exists():
+        return accepted
+    return layout.release(armed.release) / PACKAGE
 
 
 def disarm(layout: Layout) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import database, engine, files, hindsight, policy, process, release, secretstore
-from .errors import Refused
+from .errors import PROGRAM_FAULTS, Refused
 from .layout import Layout
 from .web import Answer, Endpoint
 
@@ -65,17 +65,7 @@ class CouldNotAsk(Exception):
 
 
 # Whatever goes wrong in putting a question or reading the answer: it was not answered.
-UNANSWERED = (
-    CouldNotAsk,
-    Refused,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    OSError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+UNANSWERED = (CouldNotAsk, Refused, *PROGRAM_FAULTS)
 
 
 @dataclass(frozen=True)
