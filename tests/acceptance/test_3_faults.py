@@ -129,16 +129,17 @@ def test_a_restart_of_the_host_in_the_middle_is_brought_back(sandbox: Sandbox) -
 def test_a_lost_controller_does_not_commit(sandbox: Sandbox) -> None:
     """ansible-playbook and its connection are killed while services are being replaced."""
     before = len(entries(sandbox))
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    words = ["./scripts/sandbox", "playbook", "site.yml", "-e", "memory_router_timeout_seconds=77"]
-    controller = subprocess.Popen(words, cwd=ROOT, **quiet)  # type: ignore[call-overload]
+    words = ["./scripts/sandbox", "playbook", "site.yml", "-e", '{"memory_router_timeout_seconds": 77}']
+    controller = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while "activating" not in [entry["state"] for entry in entries(sandbox)[before:]]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(controller.pid, signal.SIGKILL)
     controller.wait()
-    sandbox.on_host("pkill -9 sshd-session || true")
+    sandbox.on_host("pkill -9 sshd-session", check=False)
     assert await_end(sandbox)["state"] == "rolled-back"
     assert "committed" not in [entry["state"] for entry in entries(sandbox)[before:]]
 
@@ -175,7 +176,7 @@ def test_going_back_by_playbook(sandbox: Sandbox) -> None:
     )
     database = sandbox.on_host(start)
     before = status(sandbox)["release"]
-    sandbox.playbook("site.yml", "-e", "memory_router_timeout_seconds=99")
+    sandbox.playbook("site.yml", "-e", '{"memory_router_timeout_seconds": 99}')
     assert status(sandbox)["release"] != before and status(sandbox)["previous"] == before
     sandbox.playbook("rollback.yml")
     assert status(sandbox)["release"] == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from dotenv import dotenv_values
 from hypothesis import given
 from hypothesis import strategies as st
-from memoryctl import activation, engine, files, journal, policy, readback, release, secretstore
+from memoryctl import activation, engine, files, guard, journal, policy, readback, release, secretstore
 from memoryctl.errors import Exit, Refused
 from memoryctl.files import Ownership
 from memoryctl.layout import Layout
@@ -178,6 +179,60 @@ def test_an_unusable_value_leaves_the_host_untouched(layout: Layout) -> None:
     with pytest.raises(Refused):
         _ensure(layout, {"token": "has a blank inside of it"})
     assert not layout.secrets.exists()
+
+
+def test_secrets_come_back_from_their_snapshot(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A roll-back needs the secrets with which the release was committed."""
+    monkeypatch.setattr(os, "fchown", lambda *_: None)
+    monkeypatch.setattr(secretstore, "Ownership", lambda uid, gid, mode: Ownership(*ME, mode))
+    _ensure(layout, {"token": "committed-with-this-one"})
+    secretstore.snapshot(layout)
+    assert secretstore.same(layout)
+    _ensure(layout, {"token": "changed-afterwards-0001"})
+    assert not secretstore.same(layout)
+    assert {path.name for path in secretstore.restore(layout)} == {"token", "TOKEN"}
+    assert secretstore.same(layout) and secretstore.restore(layout) == []
+    assert (layout.secrets / "router" / "TOKEN").read_text() == "committed-with-this-one"
+    _ensure(layout, {"token": "changed-again-000000001"})
+    secretstore.snapshot(layout)
+    assert secretstore.same(layout)
+    assert "changed-again-000000001" in secretstore.known_values(layout)
+
+
+# --- guard ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_guard_runs_the_program_of_the_release_it_goes_back_to(layout: Layout) -> None:
+    for name in ("old", "new", "ancient"):
+        (layout.release(name) / "memoryctl").mkdir(parents=True)
+    for name in ("old", "new"):
+        (layout.release(name) / "memoryctl" / "guard.py").touch()
+    program = guard._program
+    assert program(layout, guard.Armed("new", "old", 0, 1)) == layout.release("old") / "memoryctl"
+    assert program(layout, guard.Armed("new", None, 0, 1)) == layout.release("new") / "memoryctl"
+    assert program(layout, guard.Armed("new", "ancient", 0, 1)) == layout.release("new") / "memoryctl"
+
+
+def test_only_a_run_past_its_deadline_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: ended.append(pid))
+    assert not guard.end_overdue_run(guard.Armed("r", "p", time.time() + 60, 4711))
+    assert ended == []
+    assert guard.end_overdue_run(guard.Armed("r", "p", time.time() - 1, 4711))
+    assert ended == [4711]
+
+
+@pytest.mark.parametrize(("head", "fits"), [("own", True), ("newer", True), ("unknown", False), ("", False)])
+def test_a_release_goes_back_on_a_schema_that_it_knows_only(head: str, fits: bool) -> None:
+    """E8: an older Hindsight on a newer schema starts and looks healthy."""
+    manifest = {"hindsight": {"migration_head": "own", "compatible_heads": ["newer"]}}
+    subject = release.Release("id", Path("/r"), manifest)
+    if fits:
+        activation._require_compatible(subject, head)
+    else:
+        with pytest.raises(Refused, match="database is at migration") as refused:
+            activation._require_compatible(subject, head)
+        assert "restore a backup" in refused.value.fix
 
 
 # --- releases -----------------------------------------------------------------------------------------------------------

@@ -169,9 +169,9 @@ def test_the_edge_lets_two_targets_pass(contents: dict[str, str]) -> None:
     matchers = re.findall(
         r"\n\t@(\w+) \{(.*?)\}\n", caddyfile.replace("{http.request.orig_uri}", "ORIG"), re.DOTALL
     )
-    assert [(name, body.split()) for name, body in matchers] == [
-        ("memory", ["method", "POST", "vars", "ORIG", "/v1/memory", "/v1/memory/mcp"])
-    ]
+    assert {name: body.split() for name, body in matchers} == {
+        "memory": ["method", "POST", "vars", "ORIG", "/v1/memory", "/v1/memory/mcp"],
+    }
     assert caddyfile.count("reverse_proxy") == 1 and "reverse_proxy router:8000" in caddyfile
 
 
