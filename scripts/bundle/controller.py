@@ -146,12 +146,6 @@ def ensure_packages(names: Iterable[str], log: Path) -> list[str]:
     return missing
 
 
-def has_package(name: str) -> bool:
-    """Tell whether the package sources of this machine offer the package `name`."""
-    _require_apt()
-    return _has_candidate(name)
-
-
 def _require_apt() -> None:
     if shutil.which("apt-get") is None or shutil.which("dpkg-query") is None:
         raise BundleError(

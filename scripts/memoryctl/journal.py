@@ -77,11 +77,6 @@ def _complete(path: Path) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def last(layout: Layout, state: str) -> dict[str, Any] | None:
-    """The newest entry of a state."""
-    return next((entry for entry in reversed(entries(layout)) if entry["state"] == state), None)
-
-
 def _entry_hash(entry: dict[str, Any]) -> str:
     return files.sha256(files.canonical({key: value for key, value in entry.items() if key != "hash"}))
 
