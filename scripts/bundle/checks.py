@@ -14,10 +14,10 @@ from .controller import PROJECT, Venv
 from .sandbox import Sandbox
 
 #: The stages in the order in which they run.
-STAGES = ("lint", "unit", "molecule", "acceptance")
+STAGES = ("lint", "unit", "molecule", "faults", "acceptance")
 
 #: Stages that need container engine, images and registry.
-NEED_HOSTS = ("molecule", "acceptance")
+NEED_HOSTS = ("molecule", "faults", "acceptance")
 
 _SHELLS = ("sh", "bash", "dash")
 _CODE = (".ci", "benchmarks", "images", "roles", "scripts", "tests")
@@ -64,7 +64,7 @@ class Checks:
             for scenario in sorted(path.parent.name for path in PROJECT.glob("molecule/*/molecule.yml")):
                 self._molecule(scenario)
         else:
-            self._pytest("acceptance", ["tests/acceptance"])
+            self._pytest(name, [f"tests/{name}"])
         return all(outcome.failed == 0 for outcome in self.outcomes[before:])
 
     def _lint(self) -> None:

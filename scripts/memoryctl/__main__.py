@@ -9,24 +9,32 @@ from . import commands
 from .errors import Exit, Refused
 from .layout import DEFAULT_ETC, DEFAULT_STATE
 
+VERBS = {
+    "readback": "ask every gate of the current release",
+    "status": "what runs, since when, of which release",
+    "rollback": "go back to the release committed before the current one",
+    "guard": "bring back an activation whose run has died (the guard's timer calls this)",
+    "activate": "activate a staged release, or prove that it is live",
+}
+
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line. `--json` may stand before or after the verb."""
     top = argparse.ArgumentParser(prog="memoryctl", description="Operate the memory service of this host.")
     top.add_argument("--state-dir", default=str(DEFAULT_STATE), help="state directory (default: %(default)s)")
     top.add_argument(
         "--etc-dir", default=str(DEFAULT_ETC), help="configuration directory (default: %(default)s)"
     )
     top.add_argument("--json", action="store_true", help="print one JSON document")
-    verbs = top.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("readback", help="ask every gate of the current release")
-    verbs.add_parser("status", help="what runs, since when, of which release")
-    verbs.add_parser("rollback", help="go back to the release committed before the current one")
-    verbs.add_parser(
-        "guard", help="bring back an activation whose run has died (the guard's timer calls this)"
+    output = argparse.ArgumentParser(add_help=False)
+    output.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document"
     )
-    activate = verbs.add_parser("activate", help="activate a staged release, or prove that it is live")
-    activate.add_argument("release", help="id of the release (a directory below STATE/releases)")
+    verbs = top.add_subparsers(dest="verb", required=True)
+    for verb, purpose in VERBS.items():
+        command = verbs.add_parser(verb, help=purpose, parents=[output])
+        if verb == "activate":
+            command.add_argument("release", help="id of the release (a directory below STATE/releases)")
     return top
 
 

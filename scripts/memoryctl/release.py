@@ -73,7 +73,7 @@ def stage(layout: Layout, contents: Mapping[str, str], check: bool) -> tuple[str
 
 def _write_tree(target: Path, contents: Mapping[str, str], check: bool) -> bool:
     if files.require_kind(target, "directory"):
-        if _read_tree(target) == dict(contents):
+        if read_tree(target) == dict(contents):
             return False
         raise Refused(
             "release",
@@ -96,7 +96,8 @@ def _write_tree(target: Path, contents: Mapping[str, str], check: bool) -> bool:
     return True
 
 
-def _read_tree(directory: Path) -> dict[str, str]:
+def read_tree(directory: Path) -> dict[str, str]:
+    """Text of every file of a release directory by its relative path, byte code left out."""
     return {
         str(path.relative_to(directory)): path.read_bytes().decode()
         for path in directory.rglob("*")
@@ -118,7 +119,7 @@ def load(layout: Layout, release_id: str) -> Release:
             "nothing can be activated",
             "run playbooks/site.yml",
         )
-    contents = _read_tree(directory)
+    contents = read_tree(directory)
     if files.tree_hash(contents) != release_id:
         raise Refused(
             "release",
@@ -139,7 +140,7 @@ def load(layout: Layout, release_id: str) -> Release:
 
 def differences(layout: Layout, contents: Mapping[str, str]) -> list[dict[str, str]]:
     """What `contents` changes against the current release, file by file, as Ansible shows it (the program left out)."""
-    before = _read_tree(layout.current.resolve()) if layout.current.is_symlink() else {}
+    before = read_tree(layout.current.resolve()) if layout.current.is_symlink() else {}
     return [
         {
             "before": before.get(path, ""),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MINUTES, PREFIX, ROOT, STATE, Sandbox, run
+from tests.live import MINUTES, PREFIX, ROOT, STATE, Sandbox, run
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(?:<!-- test: (\w+) -->\n\s*)?```bash\n(.*?)```", README, re.DOTALL)

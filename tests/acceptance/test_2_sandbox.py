@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import STATE, Sandbox, changed, make_certificate
+from tests.live import STATE, Sandbox, changed, make_certificate
 
 CLOSED = [
     "/",

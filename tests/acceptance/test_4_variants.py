@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import PREFIX, STATE, Sandbox, make_certificate, run
+from tests.live import PREFIX, STATE, Sandbox, make_certificate, run
 
 KEY = "stub-provider-key-0001"
 

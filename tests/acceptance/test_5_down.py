@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bundle import engine
 
-from .conftest import PREFIX, STATE, Sandbox, run
+from tests.live import PREFIX, STATE, Sandbox, run
 
 
 def test_down_leaves_nothing(sandbox: Sandbox) -> None:

@@ -7,15 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from .conftest import ROOT, Sandbox, run
+from tests.faults.injection import CURRENT, TOKEN, activate, await_end, entries, status
+from tests.live import ROOT, Sandbox, run
 
-TOKEN = "/etc/memory/secrets/router/HINDSIGHT_GATEWAY_TOKEN"
-CURRENT = "$(basename $(readlink /var/lib/memory/current))"
 # Runs an activation on the host, ends it with SIGKILL in a given state, waits for the guard, and prints what came of it.
 KILL_AT = """
 import json, pathlib, subprocess, sys, time
@@ -38,46 +35,10 @@ print(json.dumps({"reached": reached, "ended": new()}))
 """
 
 
-def entries(sandbox: Sandbox) -> list[dict[str, Any]]:
-    """The journal of the host."""
-    return [
-        json.loads(line)
-        for line in sandbox.on_host("cat /var/lib/memory/journal/activations.jsonl").splitlines()
-    ]
-
-
-def status(sandbox: Sandbox) -> dict[str, Any]:
-    """`memoryctl status` of the host."""
-    found: dict[str, Any] = json.loads(sandbox.on_host("memoryctl --json status"))
-    return found
-
-
-def await_end(sandbox: Sandbox, seconds: float = 180) -> dict[str, Any]:
-    """Status once no activation is guarded any more."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done = run("docker", "exec", sandbox.host, "memoryctl", "--json", "status", check=False)
-        if done.returncode == 0 and json.loads(done.stdout)["armed_for"] is None:
-            found: dict[str, Any] = json.loads(done.stdout)
-            return found
-        time.sleep(1)
-    raise AssertionError("the guard did not end the activation")
-
-
-@pytest.fixture(autouse=True)
-def serving(sandbox: Sandbox) -> Iterator[None]:
-    """After every fault the release of before serves, and every gate passes."""
-    before = sandbox.on_host(f"echo {CURRENT}")
-    yield
-    assert status(sandbox)["release"] == before
-    verdicts = json.loads(sandbox.on_host("memoryctl --json readback"))["gates"]
-    assert [gate["id"] for gate in verdicts if gate["verdict"] != "pass"] == []
-
-
 def test_a_wrong_upstream_key_is_rolled_back_and_the_gate_is_named(sandbox: Sandbox) -> None:
     """Healthy containers, dead write path: the readback decides."""
     sandbox.on_host(f"printf wrong-wrong-wrong-wrong > {TOKEN}")
-    done = run("docker", "exec", sandbox.host, "bash", "-c", f"memoryctl activate {CURRENT}", check=False)
+    done = activate(sandbox)
     assert done.returncode == 5
     assert "retain: fail" in done.stderr and "serves again" in done.stderr
     found = status(sandbox)
@@ -105,12 +66,7 @@ def test_a_run_killed_in_any_state_is_brought_back_without_help(sandbox: Sandbox
     if outcome["ended"][-1] != "rolled-back":
         # Killed before the guard was armed: nothing had changed yet, and the next run has to deal with the rest.
         assert outcome["ended"] == ["staged"]
-        assert (
-            run(
-                "docker", "exec", sandbox.host, "bash", "-c", f"memoryctl activate {CURRENT}", check=False
-            ).returncode
-            == 5
-        )
+        assert activate(sandbox).returncode == 5
 
 
 def test_a_restart_of_the_host_in_the_middle_is_brought_back(sandbox: Sandbox) -> None:
@@ -159,7 +115,7 @@ def test_what_cannot_be_proved_is_closed(sandbox: Sandbox) -> None:
     key = "/etc/memory/device-keys/canary.key"
     sandbox.on_host(f"mv {key} /root/canary && printf wrong-wrong-wrong-wrong > {TOKEN}")
     try:
-        done = run("docker", "exec", sandbox.host, "bash", "-c", f"memoryctl activate {CURRENT}", check=False)
+        done = activate(sandbox)
         assert done.returncode == 6 and "the edge answers 503" in done.stderr
         assert status(sandbox)["state"] == "failed-closed" and status(sandbox)["closed"] is True
         assert sandbox.status_of("/v1/memory", "-d", "{}") == "503"
